@@ -1,0 +1,212 @@
+"""Operators over a paged KV cache, behind one name each whatever runs them.
+
+Contract: checks arguments, chooses a backend per call, counts the call. Imports torch, the standard
+library and the backends; never hf_paged, never transformers.
+
+Layout, of one layer: key_cache [num_blocks, KH, block_size, Dk] and value_cache [num_blocks, KH, block_size,
+Dv], contiguous, float32, float64, bfloat16 or float16. H query heads share KH key/value heads in groups of
+H / KH neighbours (grouped-query attention, Ainslie et al. 2023). block_tables [S, MB] int32: entry b of row s
+is the id of the block that holds positions b * block_size and on of sequence s; -1, or any block of the pool,
+where nothing attends. Lengths, starts and windows count tokens. Every tensor lies on the caches' device. No
+operator records autograd.
+
+A backend is a module with the functions of `OPS`, whose arguments it may trust: add it to `BACKENDS` and to
+`choose`. `reference` says what they mean.
+"""
+
+import threading
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from . import reference
+from .checks import DTYPES, check_attention, check_copying, check_writing
+from .reference import slot_ids
+
+__all__ = [
+    "BACKENDS",
+    "OPS",
+    "backend",
+    "choose",
+    "copy_blocks",
+    "describe",
+    "op_calls",
+    "paged_decode",
+    "paged_prefill",
+    "reset_op_calls",
+    "reshape_and_cache",
+    "slot_ids",
+]
+
+OPS = ("reshape_and_cache", "paged_decode", "paged_prefill", "copy_blocks")
+BACKENDS = {"reference": reference}
+
+_forced: ContextVar[str | None] = ContextVar("hf_paged_kernels_backend", default=None)
+_calls = dict.fromkeys(OPS, 0)
+_calls_lock = threading.Lock()
+
+
+# -- which backend ---------------------------------------------------------------------------------
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The backend for caches of this device and dtype, and why."""
+    forced = _forced.get()
+    if forced is not None:
+        return forced, f"forced by backend({forced!r})"
+    return "reference", "plain torch, the only backend so far"
+
+
+def backend(name: str):
+    """Context manager: every operator called inside it, in this thread or task, runs on this backend."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend: expected one of {sorted(BACKENDS)}, got {name!r}")
+    return _force(name)
+
+
+@contextmanager
+def _force(name: str):
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def describe() -> str:
+    """What runs where, and why, a line for each kind of device."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    lines = [f"hf_paged_kernels: known backends: {', '.join(sorted(BACKENDS))}"]
+    for device in devices:
+        chosen = {dtype: choose(torch.device(device), dtype) for dtype in DTYPES}
+        for name, why in sorted(set(chosen.values())):
+            dtypes = [str(dtype).removeprefix("torch.") for dtype in DTYPES if chosen[dtype] == (name, why)]
+            lines.append(f"{device}: {name} for {', '.join(dtypes)} ({why})")
+    return "\n".join(lines)
+
+
+def op_calls() -> dict[str, int]:
+    """How often each operator ran in this process since the last reset (a replayed graph is not seen)."""
+    with _calls_lock:
+        return dict(_calls)
+
+
+def reset_op_calls() -> None:
+    """Set every count of `op_calls` to 0."""
+    with _calls_lock:
+        _calls.update(dict.fromkeys(OPS, 0))
+
+
+def _run(op: str, tensors: tuple, options: dict | None = None):
+    """Call an operator of the chosen backend and count it; the first tensor says device and dtype."""
+    name, _ = choose(tensors[0].device, tensors[0].dtype)
+    result = getattr(BACKENDS[name], op)(*tensors, **(options or {}))
+    with _calls_lock:
+        _calls[op] += 1
+    return result
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write the keys and values of T tokens into their slots, in place.
+
+    key           [T, KH, Dk], the caches' dtype, any strides
+    value         [T, KH, Dv], likewise
+    slot_mapping  [T] int64: block_id * block_size + offset, each slot at most once; -1 writes nothing
+    """
+    check_writing(key, value, key_cache, value_cache, slot_mapping)
+    _run("reshape_and_cache", (key, value, key_cache, value_cache, slot_mapping))
+
+
+def paged_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    seq_starts: torch.Tensor | None = None,
+    return_lse: bool = False,
+    max_seq_len: int | None = None,
+):
+    """Attention of the last token of each sequence over its blocks (PagedAttention, Kwon et al. 2023).
+
+    query           [S, H, Dk], the caches' dtype; the token at position seq_len - 1, already written
+    block_tables    [S, MB] int32
+    seq_lens        [S] int32: tokens of each sequence, 0 for a row to leave out
+    scale           factor on query . key, usually Dk ** -0.5
+    sliding_window  the token sees this many tokens, itself included; 0: all
+    softcap         c > 0: scores become c * tanh(score / c) after the scale (Gemma 2 report, 2024); 0: off
+    sinks           [H] floating: a learned logit per head that joins the softmax's denominator only, neither
+                    scaled nor capped (gpt-oss, 2025; the idea from StreamingLLM, Xiao et al. 2023)
+    seq_starts      [S] int32: positions before it are not seen (left padding, chunked attention)
+    return_lse      also return the log of each softmax's denominator, for merging (Dao et al. 2022)
+    max_seq_len     an upper bound of seq_lens known on the host; spares the wait for the device
+
+    Returns [S, H, Dv] in the query's dtype; with return_lse also lse [S, H] float32. A row that sees nothing
+    gives zeros and lse -inf (the sink, where there is one). NaN in a slot that is not seen changes nothing.
+    """
+    options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+    options.update(seq_starts=seq_starts, return_lse=return_lse, max_seq_len=max_seq_len)
+    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
+    check_attention(*tensors, **options)
+    return _run("paged_decode", tensors, options)
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    seq_starts: torch.Tensor | None = None,
+    return_lse: bool = False,
+    max_seq_len: int | None = None,
+    max_query_len: int | None = None,
+):
+    """Causal attention of the last tokens of each sequence over its blocks, their own chunk included.
+
+    query            [T, H, Dk], the caches' dtype: the chunks of all sequences, one after the other
+    query_start_loc  [S + 1] int32: rows query_start_loc[s]:query_start_loc[s + 1] (maybe none) belong to
+                     sequence s, the last of them at position seq_lens[s] - 1
+    seq_lens         [S] int32: tokens of each sequence, past and chunk together, all already written
+    max_query_len    an upper bound of the chunks' lengths known on the host, like max_seq_len
+
+    The other arguments, and what is returned ([T, H, Dv], lse [T, H]), are as in `paged_decode`, with the
+    window counted back from each query. Rows of no sequence count as rows that see nothing. Sequences are
+    kept apart even when one holds NaN; within a sequence a NaN may reach the other queries of its chunk.
+    """
+    options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+    options.update(seq_starts=seq_starts, return_lse=return_lse, max_seq_len=max_seq_len)
+    options.update(max_query_len=max_query_len)
+    tensors = (query, key_cache, value_cache, block_tables)
+    check_attention(*tensors, seq_lens, query_start_loc=query_start_loc, **options)
+    return _run("paged_prefill", (*tensors, query_start_loc, seq_lens), options)
+
+
+def copy_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copy whole blocks, in place: block pairs[i, 1] := block pairs[i, 0] as it was before the call.
+
+    pairs  [N, 2] int64 block ids, no destination twice; chains and swaps are fine, every source is read first
+    """
+    check_copying(key_cache, value_cache, pairs)
+    _run("copy_blocks", (key_cache, value_cache, pairs))

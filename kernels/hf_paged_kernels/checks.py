@@ -1,0 +1,99 @@
+"""Argument checks of every operator, in one place.
+
+Contract: each raises ValueError with the argument's name, what was expected and what came. They compare
+shapes, dtypes, devices and plain numbers only, so none waits for a device; values inside tensors are trusted.
+"""
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_writing(key, value, key_cache, value_cache, slot_mapping) -> None:
+    """Of reshape_and_cache."""
+    check_caches(key_cache, value_cache)
+    check_tensor(slot_mapping, "slot_mapping", (None,), torch.int64, key_cache)
+    num_tokens = slot_mapping.shape[0]
+    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        check_tensor(rows, name, (num_tokens, cache.shape[1], cache.shape[3]), cache.dtype, cache)
+
+
+def check_copying(key_cache, value_cache, pairs) -> None:
+    """Of copy_blocks."""
+    check_caches(key_cache, value_cache)
+    check_tensor(pairs, "pairs", (None, 2), torch.int64, key_cache)
+
+
+def check_attention(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    *,
+    query_start_loc=None,
+    scale,
+    sliding_window,
+    softcap,
+    sinks,
+    seq_starts,
+    return_lse,
+    max_seq_len,
+    max_query_len=None,
+) -> None:
+    """Of paged_prefill, and of paged_decode, which has no query_start_loc: one query for each sequence."""
+    check_caches(key_cache, value_cache)
+    check_tensor(block_tables, "block_tables", (None, None), torch.int32, key_cache)
+    num_seqs = block_tables.shape[0]
+    num_queries = num_seqs
+    if query_start_loc is not None:
+        check_tensor(query_start_loc, "query_start_loc", (num_seqs + 1,), torch.int32, key_cache)
+        num_queries = None
+    check_tensor(query, "query", (num_queries, None, key_cache.shape[3]), key_cache.dtype, key_cache)
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"query: expected a multiple of {num_kv_heads} heads (KV heads), got {num_heads}")
+    check_tensor(seq_lens, "seq_lens", (num_seqs,), torch.int32, key_cache)
+    if seq_starts is not None:
+        check_tensor(seq_starts, "seq_starts", (num_seqs,), torch.int32, key_cache)
+    if sinks is not None:
+        check_tensor(sinks, "sinks", (num_heads,), None, key_cache)
+    if not isinstance(scale, (int, float)):
+        raise ValueError(f"scale: expected a number, got {scale!r}")
+    if not isinstance(softcap, (int, float)) or not softcap >= 0:
+        raise ValueError(f"softcap: expected a number >= 0 (0: off), got {softcap!r}")
+    if not isinstance(sliding_window, int) or sliding_window < 0:
+        raise ValueError(f"sliding_window: expected an int >= 0 (0: off), got {sliding_window!r}")
+    for name, bound in (("max_seq_len", max_seq_len), ("max_query_len", max_query_len)):
+        if bound is not None and (not isinstance(bound, int) or bound < 0):
+            raise ValueError(f"{name}: expected None or an int >= 0, got {bound!r}")
+
+
+def check_caches(key_cache, value_cache) -> None:
+    """key_cache [num_blocks, KH, block_size, Dk] and value_cache [num_blocks, KH, block_size, Dv]."""
+    check_tensor(key_cache, "key_cache", (None, None, None, None), None, key_cache)
+    if key_cache.dtype not in DTYPES:
+        raise ValueError(f"key_cache: expected a dtype of {DTYPES}, got {key_cache.dtype}")
+    check_tensor(value_cache, "value_cache", (*key_cache.shape[:3], None), key_cache.dtype, key_cache)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if 0 in cache.shape[1:]:
+            raise ValueError(f"{name}: expected no empty dimension after the first, got {list(cache.shape)}")
+        if not cache.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {cache.stride()}")
+
+
+def check_tensor(tensor, name: str, shape: tuple, dtype: torch.dtype | None, like: torch.Tensor) -> None:
+    """One tensor against a shape (None: any size), a dtype (None: any floating one) and like's device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {tensor!r}")
+    got = tensor.shape
+    fits = len(got) == len(shape)
+    for want, size in zip(shape, got, strict=False):  # a loop: this runs dozens of times a step
+        fits &= want is None or want == size
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{wanted}], got {list(got)}")
+    if tensor.dtype is not dtype if dtype is not None else not tensor.is_floating_point():
+        raise ValueError(f"{name}: expected dtype {dtype or 'floating'}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: expected the key_cache's device {like.device}, got {tensor.device}")
