@@ -1,0 +1,104 @@
+"""The physical blocks of a KV pool: a ref count each, and which are free.
+
+Contract: every operation on one block is O(1); a block is a number, and whoever owns the tensors keeps one place
+for each. Nothing here locks: one thread at a time. No torch in this file.
+"""
+
+from __future__ import annotations
+
+
+def check_count(name: str, value: int, minimum: int = 0) -> None:
+    """Raise ValueError unless `value` is an int (no bool) of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+class BlockPool:
+    """The physical blocks: a ref count each, and which are free. Every operation on one block is O(1).
+
+    The block freed last is allocated first, a never used one only when no freed one is left. So ids stay
+    below the largest number of blocks ever held at once, and storage that grows on demand stays compact.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        """Make `num_blocks` (0 or more) free blocks of `block_size` (1 or more) tokens; else ValueError."""
+        check_count("num_blocks", num_blocks)
+        check_count("block_size", block_size, minimum=1)
+        self.block_size = block_size
+        self.ref_counts = [0] * num_blocks  # by block id; read-only for others, who may index it in hot paths
+        self._freed: list[int] = []  # blocks used before and free now, the last freed at the end
+        self._first_unused = 0  # blocks from here upward were never allocated
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, held and free."""
+        return len(self.ref_counts)
+
+    @property
+    def available_blocks(self) -> int:
+        """Free blocks."""
+        return len(self._freed) + len(self.ref_counts) - self._first_unused
+
+    def ref_count(self, block_id: int) -> int:
+        """Return how many holders the block has, 0 for a free one. ValueError when there is no such block."""
+        if isinstance(block_id, bool) or not isinstance(block_id, int) or not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block_id {block_id!r} is out of range for a pool of {self.num_blocks} blocks")
+        return self.ref_counts[block_id]
+
+    def allocate(self) -> int:
+        """Take a free block and return its id; its ref count is then 1. RuntimeError when none is free."""
+        if self._freed:
+            block_id = self._freed.pop()
+        else:
+            block_id = self._first_unused
+            if block_id == len(self.ref_counts):
+                self.require(1, "allocating a block")
+            self._first_unused += 1
+        self.ref_counts[block_id] = 1
+        return block_id
+
+    def acquire(self, block_id: int) -> None:
+        """Add a holder to a held block. ValueError for a free block or one that does not exist."""
+        if self.ref_count(block_id) == 0:
+            raise ValueError(f"cannot acquire block_id {block_id}: it is free, its ref count is 0")
+        self.ref_counts[block_id] += 1
+
+    def release(self, block_id: int) -> bool:
+        """Take a holder from a block; return True when that was the last one, and the block is free now.
+
+        ValueError for a block that is free already or does not exist.
+        """
+        remaining = self.ref_count(block_id) - 1
+        if remaining < 0:
+            raise ValueError(f"cannot release block_id {block_id}: it is free, its ref count is 0")
+        self.ref_counts[block_id] = remaining
+        if remaining == 0:
+            self._freed.append(block_id)
+        return remaining == 0
+
+    def grow(self, num_new_blocks: int) -> None:
+        """Add free blocks, with ids from the present `num_blocks` upward. ValueError if negative."""
+        check_count("num_new_blocks", num_new_blocks)
+        self.ref_counts.extend([0] * num_new_blocks)
+
+    def require(self, num_blocks: int, what: str) -> None:
+        """Raise RuntimeError, in the name of `what`, unless `num_blocks` blocks are free."""
+        if num_blocks > self.available_blocks:
+            need = f"{num_blocks} block" if num_blocks == 1 else f"{num_blocks} blocks"
+            raise RuntimeError(
+                f"{what} needs {need}, {self.available_blocks} available of {self.num_blocks}: "
+                "give the pool a larger num_blocks, or free requests first"
+            )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, saying what is wrong, unless free list and ref counts agree."""
+        freed = set(self._freed)
+        if len(freed) != len(self._freed):
+            raise AssertionError(f"the free list names a block twice: {self._freed}")
+        for block_id, ref_count in enumerate(self.ref_counts):
+            is_free = block_id in freed or block_id >= self._first_unused
+            if ref_count < 0 or is_free != (ref_count == 0):
+                raise AssertionError(f"block {block_id} has ref count {ref_count}, and free is {is_free}")
+        held = sum(ref_count > 0 for ref_count in self.ref_counts)
+        if self.available_blocks + held != self.num_blocks:
+            raise AssertionError(f"{self.available_blocks} free + {held} held blocks, not {self.num_blocks}")
