@@ -1,0 +1,242 @@
+"""The hf_paged attention and mask functions.
+
+Contract: the attention function reads blocks through the paged operators wherever the arguments are
+ones that those know (causal or sliding window, left padding, scale, softcap, sinks), and otherwise
+hands everything, unchanged and dense, to the implementation that the model had before. Nothing that
+reaches it is dropped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_paged_kernels as kernels
+
+from .lazy import LazyKV, LazyMask
+from .switch import NAME, switches
+
+# Arguments of attention calls that do not change the result: bookkeeping, and what flash attention needs
+# to unpack batches without a cache. Any other argument with a value sends the call to the dense path.
+_WITHOUT_EFFECT = frozenset(
+    "position_ids cache_position position_embeddings output_attentions output_hidden_states use_cache return_dict "
+    "output_router_logits logits_to_keep token_type_ids mm_token_type_ids cu_seq_lens_q cu_seq_lens_k max_length_q "
+    "max_length_k num_items_in_batch labels past_key_values is_first_iteration inputs_embeds input_ids "
+    "block_sequence_ids deterministic".split()
+)
+
+calls = Counter()  # how often attention went "paged", "dense" (gathered K/V) or "uncached"
+
+
+# The mask
+
+
+def _pattern(mask_function: Callable) -> int | None:
+    """Window of a plain sliding-window mask function, 0 for a plain causal one, None for any other."""
+    if mask_function is causal_mask_function:
+        return 0
+    parts = _closure(mask_function, "and_masks.<locals>.and_mask").get("mask_functions")
+    if parts is None or len(parts) != 2 or causal_mask_function not in parts:
+        return None
+    overlay = parts[0] if parts[1] is causal_mask_function else parts[1]
+    window = _closure(overlay, "sliding_window_overlay.<locals>.inner_mask").get("sliding_window")
+    return window if isinstance(window, int) and window > 0 else None
+
+
+def _closure(function: Callable, qualname: str) -> dict:
+    code = getattr(function, "__code__", None)
+    here = (causal_mask_function.__module__, qualname)
+    if code is None or (function.__module__, function.__qualname__) != here:
+        return {}
+    cells = function.__closure__ or ()
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def hf_paged_mask(**mask_kwargs):
+    """Mask function of the `AttentionMaskInterface`: a LazyMask, or None where there is nothing to mask.
+
+    Takes the keyword arguments that transformers gives every mask function.
+    """
+    before = switches.before(mask_kwargs.get("config"))
+    if before is not None and not switches.in_paged_call:
+        # Another thread switched this config; this call is not its own.
+        return _mask_function(before)(**mask_kwargs)
+    if torch.compiler.is_compiling():
+        return eager_mask(**mask_kwargs)
+    mask_kwargs = {"q_offset": 0, "kv_offset": 0, "attention_mask": None, "device": "cpu", **mask_kwargs}
+    offsets_known = isinstance(mask_kwargs["q_offset"], int) and isinstance(mask_kwargs["kv_length"], int)
+    pattern = _pattern(mask_kwargs["mask_function"]) if offsets_known and not mask_kwargs.get("use_vmap") else None
+    mask = None
+    if pattern is None:
+        mask = eager_mask(**mask_kwargs)
+        if mask is None:
+            return None
+    lazy = LazyMask(pattern, mask_kwargs, lambda name: _mask_function(name)(**mask_kwargs))
+    lazy._dense = mask
+    return lazy
+
+
+def _mask_function(implementation: str) -> Callable:
+    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:  # transformers makes no mask for such a one
+        return lambda **mask_kwargs: None
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+
+
+# The attention
+
+
+def hf_paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention function of the `AttentionInterface`.
+
+    Args:
+        module: the attention layer.
+        query: `[batch, num_heads, T, head_dim_k]`.
+        key, value: `[batch, num_kv_heads, kv_length, head_dim]`, lazy where they lie in blocks.
+        attention_mask: a LazyMask, any dense mask, or None for plain causal attention.
+        scaling: factor of the scores; None means head_dim ** -0.5.
+        dropout: probability of dropping an attention weight.
+        kwargs: what else the model passes (softcap, s_aux, sliding_window, position_bias, ...).
+    Returns:
+        `[batch, T, num_heads, head_dim_v]`, and the attention weights or None.
+    """
+    if _is_paged(module, query, key, value, attention_mask, dropout, kwargs):
+        calls["paged"] += 1
+        return _paged(query, key, value, attention_mask, scaling, kwargs), None
+    calls["dense" if isinstance(key, LazyKV) or isinstance(value, LazyKV) else "uncached"] += 1
+    return _dense(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _is_paged(module, query, key, value, mask, dropout, kwargs) -> bool:
+    """Whether the paged operators can serve this call."""
+    if not (isinstance(key, LazyKV) and isinstance(value, LazyKV)):
+        return False
+    if key.step is not value.step or key.layer is not value.layer or dropout:
+        return False
+    if query.shape[2] != key.step.num_columns or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
+        return False
+    is_causal = kwargs.get("is_causal")
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
+        return False
+    known = _WITHOUT_EFFECT | {"softcap", "s_aux", "sliding_window", "is_causal"}
+    if any(argument is not None and name not in known for name, argument in kwargs.items()):
+        return False
+    if mask is None:  # to eager attention that means every key, to sdpa a causal mask
+        return query.shape[2] == 1 or switches.before(getattr(module, "config", None)) != "eager"
+    if not isinstance(mask, LazyMask) or mask.shape[-1] != key.shape[2] or mask.q_offset != key.step.first_column:
+        return False
+    window = key.layer.sliding_window if key.layer.is_sliding else 0
+    if mask.pattern is None or (window and not 0 < mask.pattern <= window):
+        return False  # the layer keeps less than this mask shows
+    return mask.first_real_columns() is not False
+
+
+def _paged(query, key, value, mask, scaling, kwargs) -> torch.Tensor:
+    layer, step = key.layer, key.step
+    key_cache, value_cache = layer.rows.pool.caches(layer.layer_idx)
+    window = mask.pattern if mask is not None else kwargs.get("sliding_window") or 0
+    arguments = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        "sliding_window": int(window),
+        "softcap": float(kwargs.get("softcap") or 0.0),
+        "sinks": kwargs.get("s_aux"),
+        "seq_starts": _seq_starts(mask, step),
+        "max_seq_len": step.max_seq_len,
+    }
+    batch, heads, num_columns, _ = query.shape
+    query_start_loc, real, max_query_len = step.packed_queries()
+    if num_columns == 1 and real is None:
+        out = kernels.paged_decode(
+            query[:, :, 0], key_cache, value_cache, step.block_tables, step.seq_lens, **arguments
+        )
+        return out[:, None]
+    packed = query.transpose(1, 2).reshape(batch * num_columns, heads, query.shape[-1])
+    out = kernels.paged_prefill(
+        packed if real is None else packed[real],
+        key_cache,
+        value_cache,
+        step.block_tables,
+        query_start_loc,
+        step.seq_lens,
+        max_query_len=max_query_len,
+        **arguments,
+    )
+    if real is not None:
+        # Queries of left padding have no key to attend to; nothing reads their result.
+        out = out.new_zeros((batch * num_columns, *out.shape[1:])).index_copy_(0, real, out)
+    return out.view(batch, num_columns, heads, out.shape[-1])
+
+
+def _seq_starts(mask: LazyMask | None, step) -> torch.Tensor | None:
+    """First attended position of each row among those it keeps, `[batch]` int32, or None if that is 0."""
+    columns = mask.first_real_columns() if mask is not None else None
+    starts = torch.from_numpy(step.row_starts)
+    if columns is None:
+        columns = torch.zeros_like(starts)
+    starts = columns - starts
+    # A row whose padding ends further on than this forward has stored nothing yet.
+    shown = (starts < 0) & (torch.from_numpy(step.row_starts) < step.last_column)
+    if shown.any():
+        row = int(shown.nonzero()[0, 0])
+        raise ValueError(
+            f"attention_mask shows column {int(columns[row])} of row {row}, but this cache was told that the row's "
+            f"first {int(step.row_starts[row])} columns are padding and did not keep them; pass the same attention_mask"
+        )
+    if not (starts > 0).any():
+        return None
+    return starts.clamp(min=0).to(step.seq_lens.device, torch.int32)
+
+
+def _dense(module, query, key, value, attention_mask, **kwargs):
+    """The implementation that the model had before, over dense K/V."""
+    if isinstance(key, LazyKV):
+        key = key.dense()
+    if isinstance(value, LazyKV):
+        value = value.dense()
+    file = sys.modules.get(type(module).__module__)
+    eager = getattr(file, "eager_attention_forward", None)
+    name = switches.before(getattr(module, "config", None))
+    if name is None:  # the user chose hf_paged for good
+        unknown = [
+            argument
+            for argument, given in kwargs.items()
+            if given is not None
+            and argument not in _WITHOUT_EFFECT
+            and argument not in ("scaling", "dropout", "sliding_window", "is_causal", "position_bias")
+        ]
+        name = "eager" if unknown else "sdpa"
+        if unknown and eager is None:
+            raise ValueError(
+                f"hf_paged attention does not know {unknown[0]!r} and {type(module).__name__} has no eager one"
+            )
+    if isinstance(attention_mask, LazyMask):
+        attention_mask = attention_mask.build(name)
+    interface = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    function = eager if name == "eager" and eager is not None else interface.get_interface(name, eager)
+    if function is None:
+        raise ValueError(f"{type(module).__name__} has no eager attention to fall back to; load the model with sdpa")
+    return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def register_attention() -> None:
+    AttentionInterface.register(NAME, hf_paged_attention)
+    AttentionMaskInterface.register(NAME, hf_paged_mask)
+
+
+def unregister_attention() -> None:
+    AttentionInterface._global_mapping.pop(NAME, None)
+    AttentionMaskInterface._global_mapping.pop(NAME, None)

@@ -1,0 +1,106 @@
+"""Switching a model to hf_paged attention for the time of a call, and back.
+
+Contract: while a paged call runs, the configs of its model name "hf_paged" and its modules are in eval mode;
+afterwards, also after an error, everything is as it was. Configs are shared between threads: a call that is not
+paged asks `before()` and so gets the implementation that it would have had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+NAME = "hf_paged"
+
+
+class _Switches:
+    """Which configs were switched to hf_paged for the time of a call, and what they had before."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._before: dict[int, tuple[PreTrainedConfig, str | None]] = {}
+        self._models: dict[int, list] = {}  # by id: model, calls, configs, modules in training
+        self._local = threading.local()
+
+    @property
+    def in_paged_call(self) -> bool:
+        return getattr(self._local, "depth", 0) > 0
+
+    @property
+    def active(self) -> bool:
+        """Whether any paged call is running, in any thread."""
+        return bool(self._models)
+
+    @contextlib.contextmanager
+    def switched(self, model: PreTrainedModel) -> Iterator[None]:
+        """Run a paged call: the model in eval mode, with hf_paged attention where it takes it; then as before."""
+        self._enter(model)
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
+            self._leave(model)
+
+    def _enter(self, model: PreTrainedModel) -> None:
+        with self.lock:
+            entry = self._models.get(id(model))
+            if entry is None:
+                configs = _configs(model)
+                for config in configs:
+                    self._before.setdefault(id(config), (config, config._attn_implementation))
+                training = [module for module in model.modules() if module.training]
+                entry = self._models[id(model)] = [model, 0, configs, training]
+                try:
+                    # Dropout and gradient checkpointing (which drops the cache) are for training steps.
+                    for module in training:
+                        module.training = False
+                    if model._can_set_attn_implementation():
+                        model.set_attn_implementation(NAME)
+                except BaseException:
+                    self._restore(model)
+                    raise
+            entry[1] += 1
+
+    def _leave(self, model: PreTrainedModel) -> None:
+        with self.lock:
+            entry = self._models[id(model)]
+            entry[1] -= 1
+            if entry[1] == 0:
+                self._restore(model)
+
+    def _restore(self, model: PreTrainedModel) -> None:
+        _, _, configs, training = self._models.pop(id(model))
+        in_use = {id(config) for other in self._models.values() for config in other[2]}
+        for config in configs:
+            if id(config) in self._before and id(config) not in in_use:
+                _, before = self._before.pop(id(config))
+                config._attn_implementation_internal = before
+        for module in training:
+            module.training = True
+
+    def before(self, config: PreTrainedConfig | None) -> str | None:
+        """The implementation that a config has when no paged call is running; None if that is hf_paged itself."""
+        if config is None:
+            return None
+        _, name = self._before.get(id(config), (None, config._attn_implementation))
+        return None if name == NAME else name or "eager"
+
+
+switches = _Switches()
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Every config that `set_attn_implementation` may change."""
+    found: dict[int, PreTrainedConfig] = {}
+    pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while pending:
+        config = pending.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            pending.extend(getattr(config, name, None) for name in config.sub_configs)
+    return list(found.values())

@@ -1,0 +1,176 @@
+"""One cache over several generate calls gives the text of a cache made anew (CASES B32, B33)."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from tiny_models import assert_same_text, oracle, padded, prompts, shared
+
+import hf_paged
+from hf_paged import attention
+
+FAMILIES = ["llama_gqa", "mistral_swa", "gemma3", "gpt2", "qwen3_next", "deepseek_v3", "gemma3n"]
+NEW = 7
+
+
+def run(model, ids, cache, mask=None, new=NEW, **kwargs):
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, past_key_values=cache, **kwargs
+    )
+
+
+def plain(model, ids, new=NEW):
+    return model.generate(ids, max_new_tokens=new, do_sample=False)
+
+
+def ones(rows, columns):
+    return torch.ones(rows, columns, dtype=torch.long)
+
+
+@pytest.fixture(params=["registered", "unregistered"])
+def patched(request):
+    """The same with and without the wrapped generate: a PagedCache needs no patch."""
+    if request.param == "unregistered":
+        hf_paged.unregister()
+    yield request.param == "registered"
+    hf_paged.register()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_three_turns_of_one_conversation(name, patched):
+    model = shared(name)
+    cache = hf_paged.PagedCache(model.config, {"block_size": 4})
+    text = torch.tensor([prompts()[1]])
+    for turn in range(3):
+        out = run(model, text, cache)
+        assert torch.equal(out, plain(model, text)), f"turn {turn}"
+        assert cache.get_seq_length() == out.shape[1] - 1
+        text = torch.cat([out, torch.tensor([[9, 8, 7 + turn]])], dim=1)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_three_turns_of_a_batch_of_unequal_lengths(name, side):
+    model = shared(name)
+    cache = hf_paged.PagedCache(model.config, {"block_size": 4})
+    rows = prompts((5, 17, 12))
+    text, mask = padded(rows, side)
+    for turn in range(3):
+        out = run(model, text, cache, mask)
+        assert torch.equal(out[:, : text.shape[1]], text)
+        for index in range(3):
+            alone = text[index][mask[index].bool()].tolist()
+            want = oracle(model, alone, NEW)
+            assert_same_text(model, alone, out[index, text.shape[1] :].tolist(), want)
+        said, said_mask = padded([[9, 8, 7], [5 + turn], [3, 4]], side)
+        text = torch.cat([out, said], dim=1)
+        mask = torch.cat([mask, ones(3, NEW), said_mask], dim=1)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_continuations_of_a_copied_cache(name, patched):
+    model = shared(name)
+    cache = hf_paged.PagedCache(model.config, {"block_size": 4})
+    start = run(model, torch.tensor([prompts()[2]]), cache)
+    twin = copy.deepcopy(cache)
+    used = cache.stats().blocks_used
+    assert twin.stats().blocks_used <= used  # shared, not copied
+    first = torch.cat([start, torch.tensor([[9, 8, 7, 6, 5]])], dim=1)
+    second = torch.cat([start, torch.tensor([[4, 5]])], dim=1)
+    assert torch.equal(run(model, first, cache), plain(model, first))
+    assert torch.equal(run(model, second, twin), plain(model, second))
+    cache.check_integrity()
+    held = cache.stats().blocks_held
+    del twin
+    gc.collect()
+    assert cache.stats().blocks_used == held
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_cache_continued_twice_and_by_a_shorter_prompt(name):
+    model = shared(name)
+    cache = hf_paged.PagedCache(model.config, {"block_size": 4})
+    prompt = torch.tensor([prompts()[2]])
+    start = run(model, prompt, cache)
+    first = torch.cat([start, torch.tensor([[9, 8, 7, 6, 5]])], dim=1)
+    second = torch.cat([start, torch.tensor([[4, 5]])], dim=1)
+    for text in (first, second, prompt[:, :20], first, first, prompt[:, :1]):
+        assert torch.equal(run(model, text, cache), plain(model, text))
+    cache.check_integrity()
+
+
+def test_only_the_common_start_is_kept():
+    model = shared("llama_gqa")
+    cache = hf_paged.PagedCache(model.config)
+    prompt = torch.tensor([prompts()[2]])
+    run(model, prompt, cache)
+    other = prompt.clone()
+    other[0, 20:] = torch.arange(20, 33) + 100
+    seen = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        out = run(model, other, cache)
+    finally:
+        handle.remove()
+    assert torch.equal(out, plain(model, other))
+    assert seen[0] == 13  # the 20 common tokens were not computed again
+
+
+def test_cache_with_a_mask_and_only_the_new_tokens():
+    model = shared("llama_gqa")
+    rows = prompts((5, 17, 12))
+    text, mask = padded(rows)
+    cache = hf_paged.PagedCache(model.config)
+    out = run(model, text, cache, mask)
+    said = torch.tensor([[9, 8], [5, 6], [3, 4]])
+    mask = torch.cat([mask, ones(3, NEW + 2)], dim=1)
+    got = run(model, torch.cat([out[:, -1:], said], dim=1), cache, mask)
+    whole = torch.cat([out, said], dim=1)
+    for index in range(3):
+        alone = whole[index][mask[index].bool()].tolist()
+        assert got[index, 3:].tolist() == oracle(model, alone, NEW)
+
+
+def test_cache_longer_than_the_prompt_without_known_tokens():
+    model = shared("llama_gqa")
+    cache = hf_paged.PagedCache(model.config)
+    with torch.no_grad():
+        model(torch.tensor([prompts()[2]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="holds 33 tokens and input_ids has 20"):
+        run(model, torch.tensor([prompts()[2][:20]]), cache)
+
+
+def test_masks_that_show_padding_which_was_not_kept():
+    model = shared("llama_gqa")
+    text, mask = padded(prompts())
+    cache = hf_paged.PagedCache(model.config)
+    out = run(model, text, cache, mask)
+    with pytest.raises(ValueError, match="row 0.* 28 columns are padding"):
+        run(model, torch.cat([out, torch.full((4, 1), 9)], dim=1), cache, ones(4, 41))
+
+
+def test_cache_that_generate_returned_goes_on():
+    model = shared("gemma2")
+    text = torch.tensor([prompts()[1]])
+    out = model.generate(
+        text, max_new_tokens=NEW, do_sample=False, cache_implementation="paged", return_dict_in_generate=True
+    )
+    longer = torch.cat([out.sequences, torch.tensor([[9, 8, 7]])], dim=1)
+    attention.calls.clear()
+    assert torch.equal(run(model, longer, out.past_key_values), plain(model, longer))
+    assert attention.calls["paged"] == NEW * 3 and not attention.calls["dense"]
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_swa"])
+def test_assisted_decoding_rolls_back(name):
+    model, assistant = shared(name), shared("llama_mqa")
+    ids = torch.tensor([prompts()[2]])
+    want = plain(model, ids, 24)
+    paged = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "paged"}
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **paged), want)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **paged), want)
