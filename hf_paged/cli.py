@@ -1,0 +1,172 @@
+"""The console script `hf-paged`.
+
+Contract: `main` is the entry point. Heavy imports (torch, transformers, the evaluation room)
+happen inside the commands that need them. Results go to stdout, progress and errors to stderr.
+Exit status: 0 fine, 1 what the command found or could not do, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    help="PagedAttention for Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class DType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def main() -> None:
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        typer.echo(f"hf-paged {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    context.obj = traceback
+
+
+@contextmanager
+def _plain_errors(context: typer.Context) -> Iterator[None]:
+    """One line for what a user can act on; `--traceback` for what somebody has to debug."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:  # NotImplementedError is a RuntimeError
+        if context.obj:
+            raise
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens for each chat.")] = 48,
+) -> None:
+    """Generate from paged KV with the demo model; check its text, show memory and speed."""
+    with _plain_errors(context):
+        from .demo import run_demo
+
+        status = run_demo(max_new_tokens=max_new_tokens)
+    raise typer.Exit(status)
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model's folder or Hub name; `demo` is the demo model.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A text file with one prompt a line.", exists=True, dir_okay=False)
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="Wrap prompts in the chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens for each prompt.")] = 64,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a block.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Size of the pool; it grows if not given.")] = None,
+    dtype: Annotated[DType, typer.Option(help="The model's dtype.")] = DType.auto,
+    device: Annotated[str | None, typer.Option(help="Where to run; a GPU if there is one.")] = None,
+    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the best token.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="With --sample.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --sample.")] = None,
+    seed: Annotated[int | None, typer.Option(help="With --sample: the same seed gives the same text.")] = None,
+) -> None:
+    """Generate for one or more prompts with a paged KV cache."""
+    prompts = _prompts(prompt, prompts_file)
+    sampling = {
+        name: value
+        for name, value in (("temperature", temperature), ("top_p", top_p), ("seed", seed))
+        if value is not None
+    }
+    if sampling and not sample:
+        raise typer.BadParameter(f"{', '.join(sampling)} only with --sample")
+    sampling.pop("seed", None)
+    cache_config = {
+        name: value for name, value in (("block_size", block_size), ("num_blocks", num_blocks)) if value is not None
+    }
+    with _plain_errors(context):
+        from .demo_model import demo_model_path
+        from .progress import step
+
+        source = demo_model_path() if model == "demo" else model
+        with step(f"Loading {model}"):
+            network, tokenizer = _load(source, dtype, device)
+        inputs = _tokenize(tokenizer, prompts, chat).to(network.device)
+        if seed is not None:
+            from transformers import set_seed
+
+            set_seed(seed)
+        with step(f"Generating for {len(prompts)} prompt{'s'[: len(prompts) > 1]}"):
+            output = network.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=sample,
+                cache_implementation="paged",
+                cache_config=cache_config,
+                **sampling,
+            )
+    for text, row in zip(prompts, output[:, inputs["input_ids"].shape[1] :], strict=True):
+        typer.secho(f"> {text}", fg="cyan")
+        typer.echo(tokenizer.decode(row, skip_special_tokens=True) + "\n")
+
+
+def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
+    prompts = list(given or [])
+    if file is not None:
+        prompts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise typer.BadParameter("no prompt given: use --prompt or --prompts-file")
+    return prompts
+
+
+def _load(source: str | Path, dtype: DType, device: str | None) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype.value)
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def _tokenize(tokenizer: Any, prompts: list[str], chat: bool) -> Any:
+    if not chat:
+        return tokenizer(prompts, padding=True, return_tensors="pt")
+    if not tokenizer.chat_template:
+        raise ValueError("--chat: this model's tokenizer has no chat template; use --raw")
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+
+
+if __name__ == "__main__":
+    main()
