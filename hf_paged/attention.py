@@ -127,6 +127,8 @@ def _is_paged(module, query, key, value, mask, dropout, kwargs) -> bool:
         return False
     if key.step is not value.step or key.layer is not value.layer or dropout:
         return False
+    if not query.dtype == key.dtype == value.dtype == key.layer.rows.pool.key.dtype:
+        return False
     if query.shape[2] != key.step.num_columns or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
         return False
     is_causal = kwargs.get("is_causal")

@@ -118,7 +118,10 @@ class PagedCache(DynamicCache):
         """
         tokens_to_remove = int(tokens_to_remove)
         cuts: dict[Rows, tuple[dict[int, int], int]] = {}
-        for layer in self.paged_layers:
+        for layer in self.layers:  # in their order, so that the first to refuse is the same
+            if not isinstance(layer, PagedLayer):
+                layer.crop(tokens_to_remove)
+                continue
             twin = layer.twin()
             if layer.rows is None:
                 if tokens_to_remove > 0:  # still refused where the installed version refuses it
@@ -135,8 +138,6 @@ class PagedCache(DynamicCache):
             lengths[layer.layer_idx] = length
         for rows, (lengths, kept_from) in cuts.items():
             rows.crop(lengths, kept_from)
-        for layer in self._others():
-            layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget the content, as the installed DynamicCache does, and give the blocks back."""
@@ -169,7 +170,7 @@ class PagedCache(DynamicCache):
         self._pools.row_starts, self._pools.shared_rows = None, 1
         self.history = None
         for layer in self.paged_layers:
-            layer.is_initialized = False
+            layer.forget()
 
     def _select(self, index: torch.Tensor) -> None:
         index = index.tolist()
@@ -210,18 +211,13 @@ class PagedCache(DynamicCache):
         for pool in self._pools.pools.values():
             yield from pool.storages()
         for layer in self._others():
-            for value in vars(layer).values():
-                for tensor in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(tensor, torch.Tensor):
-                        yield tensor
+            yield from _tensors(vars(layer))
 
     def stats(self) -> CacheStats:
-        """Blocks, bytes and waste of this cache's pools, after blocks behind a window were given back."""
+        """Blocks, bytes and waste of this cache's pools as they are: blocks behind a window go with the next update."""
         total = CacheStats()
         for key, pool in self._pools.pools.items():
             rows = self._pools.rows.get(key)
-            if rows is not None:
-                rows.release_behind_window()
             pool.collect()
             total += CacheStats.of(pool, rows)
         return total
@@ -231,3 +227,13 @@ class PagedCache(DynamicCache):
         for pool in self._pools.pools.values():
             pool.collect()
             pool.manager.check_integrity()
+
+
+def _tensors(value) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

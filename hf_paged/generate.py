@@ -73,6 +73,8 @@ def _wrap_generate(original):
             _refuse_what_cannot_be_paged(self, generation_config, kwargs)
             kwargs.pop("cache_implementation", None)
             kwargs.pop("cache_config", None)
+            if self.generation_config.use_cache is False:  # a model's default gives way to the call
+                kwargs["use_cache"] = True
         call = _PagedCall(self, config)
         compaction = Compaction()
         if not self.config.is_encoder_decoder:
@@ -119,7 +121,8 @@ def _refuse_what_cannot_be_paged(model, generation_config, kwargs: Mapping) -> N
         raise ValueError(
             "cache_implementation='paged' makes a cache and past_key_values passes one: use only one of the two"
         )
-    if _setting("use_cache", model, generation_config, kwargs) is False:
+    asked = kwargs["use_cache"] if "use_cache" in kwargs else getattr(generation_config, "use_cache", None)
+    if asked is False:
         raise ValueError("cache_implementation='paged' needs a cache, but use_cache=False was given")
     if isinstance(kwargs.get("custom_generate"), str):
         raise NotImplementedError(
@@ -148,6 +151,11 @@ def _wrap_prepare_cache(original):
         if call.cache_config is not None:
             decoder_config = self.config.get_text_config(decoder=True)
             call.cache = cache = PagedCache(decoder_config, call.cache_config)
+            if not cache.paged_layers:
+                raise NotImplementedError(
+                    f"{type(self).__name__} has no layer that keeps keys and values, so there is nothing for "
+                    "cache_implementation='paged' to hold in blocks"
+                )
             if self.config.is_encoder_decoder:
                 cache = EncoderDecoderCache(cache, DynamicCache(config=decoder_config))
             model_kwargs["past_key_values"] = cache

@@ -96,6 +96,7 @@ class KVPool:
         self.manager = BlockManager(config.num_blocks or 0, config.block_size)
         self.lock = threading.RLock()
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.expected_layers = 0  # layers that will probably join, for which room to grow is left
         self._orphans: deque = deque()  # requests whose owner was collected, freed at the next safe moment
 
     def __contains__(self, layer_idx: int) -> bool:
@@ -166,7 +167,7 @@ class KVPool:
                 )
             per_block = self.block_bytes * len(self._caches)
             affordable = self.budget.available(self.key.device) // per_block if per_block else missing
-            wanted = missing + (total + missing) // 16 + GROWTH_SLACK_BLOCKS
+            slack = (total + missing) // 16 + GROWTH_SLACK_BLOCKS
             if affordable < missing:
                 limit, free, fraction = self.budget._limit(self.key.device)
                 raise RuntimeError(
@@ -174,7 +175,11 @@ class KVPool:
                     f"may grow by {max(0, affordable)} (memory_fraction={fraction} of {free:,} bytes free on "
                     f"{self.key.device}); raise memory_fraction or run fewer or shorter sequences"
                 )
-            self._grow(min(wanted, affordable))
+            # The first layers of a first forward leave what those to come will need.
+            to_come = max(0, self.expected_layers - len(self._caches))
+            room = self.budget.available(self.key.device) // (self.block_bytes * (len(self._caches) + to_come))
+            reserved = total * to_come // (len(self._caches) + to_come)
+            self._grow(missing + max(0, min(slack, room - reserved - missing)))
 
     def _grow(self, num_new_blocks: int) -> None:
         old, new = self.manager.num_blocks, self.manager.num_blocks + num_new_blocks

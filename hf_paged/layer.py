@@ -7,6 +7,8 @@ of one cache share `CachePools`, and those of one shape share rows.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
@@ -31,17 +33,19 @@ class CachePools:
         self.row_starts: np.ndarray | None = None  # left padding of each row, known before it is written
         self.shared_rows = 1
         self.record_past = False
+        self.layers_of_window: Counter[int] = Counter()  # layers that the cache has, by their window
 
     def join(self, layer_idx: int, key: PoolKey, num_rows: int) -> Rows:
         """The rows that a layer of this shape belongs to, made at its first K/V."""
         rows = self.rows.get(key)
-        if rows is None:
+        if rows is None or not rows.lengths:  # rows without a layer are left from a forward that did not fit
             starts = self.row_starts
             if starts is None or len(starts) != num_rows:
                 starts = np.zeros(num_rows, dtype=np.int64)
             pool = self.pools.get(key)
             if pool is None:
                 pool = self.pools[key] = KVPool(key, self.config, self.budget)
+            pool.expected_layers = self.layers_of_window[key.sliding_window]
             rows = self.rows[key] = Rows(pool, starts.copy(), self.shared_rows)
             if self.record_past:
                 rows.activate_past_recording()
@@ -53,6 +57,7 @@ class CachePools:
         twin.budget, twin.pools = self.budget, dict(self.pools)
         twin.rows = {key: rows.fork() for key, rows in self.rows.items()}
         twin.row_starts, twin.record_past = self.row_starts, self.record_past
+        twin.layers_of_window = self.layers_of_window
         return twin
 
 
@@ -76,6 +81,7 @@ class PagedLayer(CacheLayerMixin):
             self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
         self.layer_idx = layer_idx
         self._pools = pools
+        pools.layers_of_window[sliding_window or 0] += 1
         self._key: PoolKey | None = None
 
     def __repr__(self) -> str:
@@ -85,7 +91,12 @@ class PagedLayer(CacheLayerMixin):
     @property
     def rows(self) -> Rows | None:
         """The rows that this layer's tokens lie in; None before the first update."""
-        return self._pools.rows.get(self._key)
+        rows = self._pools.rows.get(self._key)
+        return rows if rows is not None and self.layer_idx in rows.lengths else None
+
+    def forget(self) -> None:
+        """Become a layer that was never fed."""
+        self._key, self.is_initialized = None, False
 
     @property
     def record_past(self) -> bool:
@@ -129,26 +140,21 @@ class PagedLayer(CacheLayerMixin):
     def gather(self, which: int, first: int, last: int) -> torch.Tensor:
         """Dense keys (0) or values (1) of a range of columns, zeros where left padding was not stored."""
         rows = self.rows
-        return rows.pool.gather(rows.pool.caches(self.layer_idx)[which], rows.slots(first, last))
+        dense = rows.pool.gather(rows.pool.caches(self.layer_idx)[which], rows.slots(first, last))
+        return dense.to(self._dtypes[which])
 
     # The contract of a cache layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take part in the pool of this shape: `key_states [batch, num_kv_heads, any, head_dim_k]`."""
-        for name, states in (("key_states", key_states), ("value_states", value_states)):
-            if states.dim() != 4:
-                raise ValueError(f"{name} must be [batch, num_kv_heads, tokens, head_dim], got {tuple(states.shape)}")
-        if key_states.shape[:3] != value_states.shape[:3]:
-            raise ValueError(
-                f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} must agree in "
-                "batch, heads and tokens"
-            )
         self.dtype, self.device = key_states.dtype, key_states.device
+        # What the layer gives back: DynamicLayer, too, widens values to the dtype of the keys.
+        self._dtypes = (key_states.dtype, torch.promote_types(key_states.dtype, value_states.dtype))
         self._key = PoolKey(
             num_kv_heads=key_states.shape[1],
             head_dim_k=key_states.shape[3],
             head_dim_v=value_states.shape[3],
-            dtype=key_states.dtype,
+            dtype=self._dtypes[1],
             device=key_states.device,
             sliding_window=self.sliding_window if self.is_sliding else 0,
         )
@@ -170,8 +176,29 @@ class PagedLayer(CacheLayerMixin):
             ValueError: the shapes do not fit what the cache holds.
             RuntimeError: no block is left; the cache is as it was before this forward.
         """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        _check_shapes(key_states, value_states)
+        first, num_columns = self.get_seq_length(), key_states.shape[2]
+        try:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self._check_fit(key_states, value_states)
+            kv_length, kv_offset = self.get_mask_sizes(num_columns)
+            if num_columns == 0:
+                return tuple(self.gather(which, kv_offset, kv_offset + kv_length) for which in (0, 1))
+            dtype = self._key.dtype
+            step = self.rows.write(self.layer_idx, key_states.to(dtype), value_states.to(dtype))
+        except RuntimeError:  # exhausted: the layers before this one forget the forward, too
+            for rows in self._pools.rows.values():
+                rows.roll_back(first, num_columns)
+            raise
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return self._differentiable(0, key_states, kv_offset), self._differentiable(1, value_states, kv_offset)
+        return (
+            self._lazy(0, key_states, kv_length, kv_offset, step),
+            self._lazy(1, value_states, kv_length, kv_offset, step),
+        )
+
+    def _check_fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, key = self.rows, self._key
         expected = (rows.num_rows, key.num_kv_heads)
         for name, states, dim in (("key", key_states, key.head_dim_k), ("value", value_states, key.head_dim_v)):
@@ -180,23 +207,11 @@ class PagedLayer(CacheLayerMixin):
                     f"{name}_states {tuple(states.shape)} do not fit layer {self.layer_idx} of this cache, which holds "
                     f"[batch={expected[0]}, num_kv_heads={expected[1]}, any, head_dim={dim}]"
                 )
-        num_columns = key_states.shape[2]
-        kv_length, kv_offset = self.get_mask_sizes(num_columns)
-        if num_columns == 0:
-            return self.gather(0, kv_offset, kv_offset + kv_length), self.gather(1, kv_offset, kv_offset + kv_length)
-        first = rows.lengths[self.layer_idx]
-        try:
-            step = rows.write(self.layer_idx, key_states, value_states)
-        except RuntimeError:  # exhausted: the layers before this one forget the forward, too
-            for others in self._pools.rows.values():
-                others.roll_back(first, num_columns)
-            raise
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return self._differentiable(0, key_states, kv_offset), self._differentiable(1, value_states, kv_offset)
-        return (
-            self._lazy(0, key_states, kv_length, kv_offset, step),
-            self._lazy(1, value_states, kv_length, kv_offset, step),
-        )
+            if torch.promote_types(states.dtype, key.dtype) != key.dtype or states.device != key.device:
+                raise ValueError(
+                    f"{name}_states are {states.dtype} on {states.device}, layer {self.layer_idx} of this cache holds "
+                    f"{key.dtype} on {key.device}"
+                )
 
     def _lazy(self, which: int, states: torch.Tensor, kv_length: int, kv_offset: int, step) -> LazyKV:
         rows = self.rows
@@ -211,7 +226,7 @@ class PagedLayer(CacheLayerMixin):
             return self.gather(which, kv_offset, kv_offset + kv_length)
 
         shape = (*states.shape[:2], kv_length, states.shape[3])
-        return LazyKV(shape, states.dtype, states.device, self, step, gather)
+        return LazyKV(shape, self._dtypes[which], states.device, self, step, gather)
 
     def _differentiable(self, which: int, states: torch.Tensor, kv_offset: int) -> torch.Tensor:
         """Past from the blocks, without a graph, and the new tokens with theirs."""
@@ -279,3 +294,14 @@ class PagedLayer(CacheLayerMixin):
         if self.is_initialized:
             layer.keys = layer.values = torch.empty((1, 1, held, 1), device="meta")
         return layer
+
+
+def _check_shapes(key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    for name, states in (("key_states", key_states), ("value_states", value_states)):
+        if states.dim() != 4:
+            raise ValueError(f"{name} must be [batch, num_kv_heads, tokens, head_dim], got {tuple(states.shape)}")
+    if key_states.shape[:3] != value_states.shape[:3]:
+        raise ValueError(
+            f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} must agree in "
+            "batch, heads and tokens"
+        )

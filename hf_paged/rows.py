@@ -34,7 +34,7 @@ class Rows:
     def __init__(self, pool: KVPool, row_starts: np.ndarray, shared_rows: int = 1) -> None:
         self.pool = pool
         self.row_starts = row_starts
-        self.shared_rows = shared_rows if len(row_starts) % max(1, shared_rows) == 0 else 1
+        self.shared_rows = shared_rows if _in_runs(row_starts, shared_rows) else 1
         self.sliding_window = pool.key.sliding_window
         self.record_past = False
         self.lengths: dict[int, int] = {}  # columns that each layer holds
@@ -99,6 +99,7 @@ class Rows:
         return step
 
     def _reserve(self, first: int, num_columns: int, key: torch.Tensor, value: torch.Tensor) -> AttentionMetadata:
+        self.pool.collect()  # first: what a dead cache shared needs no copy
         self.release_behind_window()
         if self.shared_rows > 1 and not _rows_agree(key, value, self.shared_rows):
             self.shared_rows = 1  # the copies part here; what they wrote so far stays shared
@@ -169,6 +170,9 @@ class Rows:
 
     def select(self, index: Sequence[int]) -> None:
         """Make row i what row `index[i]` was; blocks are shared, none is copied."""
+        outside = [row for row in index if not 0 <= row < self.num_rows]
+        if outside:
+            raise IndexError(f"row {outside[0]} is out of range for a cache of {self.num_rows} rows")
         if list(index) == list(range(self.num_rows)):
             return
         with self.pool.lock:
@@ -202,13 +206,16 @@ class Rows:
             self.lengths.update(lengths)
             self._record_from = kept_from
             self._reset_tables()
+            self.release_behind_window()
 
     def roll_back(self, first: int, num_columns: int) -> None:
         """Undo what layers have written of a forward that failed in a later one."""
         step = self._step
         if step is not None and (step.first_column, step.num_columns) == (first, num_columns):
             undone = {layer: first for layer, length in self.lengths.items() if length == first + num_columns}
+            starts = self.row_starts
             self.crop({**self.lengths, **undone}, self._record_from)
+            self.row_starts = starts  # the padding still ends where it was said to
 
     def clear(self) -> None:
         """Give every block back; the rows end empty."""
@@ -240,6 +247,7 @@ class Rows:
             twin.lengths = dict(self.lengths)
             twin.record_past, twin._record_from = self.record_past, self._record_from
             twin._reset_tables()
+            twin.release_behind_window()
         return twin
 
     # Reading
@@ -325,12 +333,19 @@ class Rows:
         return request_id
 
 
+def _in_runs(row_starts: np.ndarray, run: int) -> bool:
+    """Whether the rows divide into runs of `run` with the same padding."""
+    return len(row_starts) % run == 0 and not np.ptp(row_starts.reshape(-1, run), axis=1).any()
+
+
 def _rows_agree(key: torch.Tensor, value: torch.Tensor, run: int) -> bool:
     """Whether each run of `run` rows holds the same K/V, up to rounding."""
     for states in (key, value):
         runs = states.detach().reshape(-1, run, *states.shape[1:])
-        difference = (runs[:, 1:] - runs[:, :1]).abs().max()
-        # Rows of one batch may round differently in a matrix product, but not by more than a few ulps.
-        if not difference <= 16 * torch.finfo(states.dtype).eps * runs.abs().max():  # NaN disagrees
+        first = runs[:, :1]
+        # Rows of one batch may round differently in a matrix product, but not by more than a few ulps of the
+        # largest entry of a head's vector. NaN agrees with nothing.
+        allowed = 16 * torch.finfo(states.dtype).eps * first.abs().amax(dim=-1, keepdim=True)
+        if not ((runs[:, 1:] - first).abs() <= allowed).all():
             return False
     return True

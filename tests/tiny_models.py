@@ -139,6 +139,11 @@ def build(name: str, attn: str = "eager", seed: int = 0, dtype: torch.dtype = to
     """A new model of a family, without an end-of-sequence token, so that lengths are what a test asks for."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(name, **changes), dtype=torch.float32, attn_implementation=attn)
+    return widen(model, seed).to(dtype)
+
+
+def widen(model, seed: int = 0):
+    """Draw the weights wide, in place, and take the end-of-sequence token away."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
@@ -148,7 +153,7 @@ def build(name: str, attn: str = "eager", seed: int = 0, dtype: torch.dtype = to
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 @functools.cache
