@@ -13,12 +13,13 @@ BIN := $(VENV)/bin
 THREADS ?= 2
 ARGS ?=
 
-.PHONY: help venv demo test style format examples package clean
+.PHONY: help venv demo test style format tables examples package clean
 
 help:
 	@echo "make demo      generate from paged KV with a real model, checked against plain generate"
 	@echo "make test      the whole test suite"
 	@echo "make style     ruff check and ruff format --check;  make format  applies both"
+	@echo "make tables    write the tables of modes and models that the tests make"
 	@echo "make examples  run every example offline"
 	@echo "make package   build wheel and sdist, try wheel, sdist and editable in fresh environments"
 	@echo "make clean     remove builds, caches and $(VENV)"
@@ -49,6 +50,9 @@ style: venv
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+tables: venv
+	$(BIN)/python -m pytest -q tests/test_modes.py tests/test_models.py --update-tables
 
 examples: export HF_HUB_OFFLINE := 1
 examples: venv

@@ -123,7 +123,7 @@ def hf_paged_attention(
 
 def _is_paged(module, query, key, value, mask, dropout, kwargs) -> bool:
     """Whether the paged operators can serve this call."""
-    if not (isinstance(key, LazyKV) and isinstance(value, LazyKV)):
+    if not (isinstance(key, LazyKV) and isinstance(value, LazyKV)) or switches.wants_weights:
         return False
     if key.step is not value.step or key.layer is not value.layer or dropout:
         return False

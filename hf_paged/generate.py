@@ -79,7 +79,8 @@ def _wrap_generate(original):
         compaction = Compaction()
         if not self.config.is_encoder_decoder:
             compaction, inputs, kwargs = _arrange(inputs, kwargs, given if isinstance(given, PagedCache) else None)
-        with _running(call), switches.switched(self):
+        weights = bool(_setting("output_attentions", self, generation_config, kwargs))
+        with _running(call), switches.switched(self, weights):
             result = original(self, inputs, generation_config, *args, **kwargs)
         if call.cache is None and requested:
             raise NotImplementedError(

@@ -35,15 +35,26 @@ class _Switches:
         """Whether any paged call is running, in any thread."""
         return bool(self._models)
 
+    @property
+    def wants_weights(self) -> bool:
+        """Whether the paged call of this thread returns attention weights, which only dense attention has."""
+        return getattr(self._local, "weights", False)
+
     @contextlib.contextmanager
-    def switched(self, model: PreTrainedModel) -> Iterator[None]:
-        """Run a paged call: the model in eval mode, with hf_paged attention where it takes it; then as before."""
+    def switched(self, model: PreTrainedModel, weights: bool = False) -> Iterator[None]:
+        """Run a paged call: the model in eval mode, with hf_paged attention where it takes it; then as before.
+
+        Args:
+            weights: the call returns attention weights.
+        """
         self._enter(model)
         self._local.depth = getattr(self._local, "depth", 0) + 1
+        outer, self._local.weights = self.wants_weights, weights
         try:
             yield
         finally:
             self._local.depth -= 1
+            self._local.weights = outer
             self._leave(model)
 
     def _enter(self, model: PreTrainedModel) -> None:

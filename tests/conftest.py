@@ -27,3 +27,7 @@ def demo_model():
     from hf_paged.demo_model import load_demo_model
 
     return load_demo_model(progress=False)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-tables", action="store_true", help="write the docs' tables that this run makes")

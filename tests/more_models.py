@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from tiny_models import VOCAB, widen
+from tiny_models import VOCAB, padded, widen
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 _LLAMA = {
@@ -175,6 +175,37 @@ MORE = {
 
 _SEQ2SEQ_TYPES = ("t5", "bart")
 
+_IMAGE = 198  # the token that stands for a piece of an image
+_CLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16}
+
+# name -> (model type, settings, what is special)
+VISION = {
+    "llava": (
+        "llava",
+        {
+            "vision_config": {"model_type": "clip_vision_model", **_CLIP, "patch_size": 8},
+            "text_config": {"model_type": "llama", **_LLAMA},
+            "image_token_index": _IMAGE,
+            "image_token_id": _IMAGE,
+            "vision_feature_layer": -1,
+        },
+        "vision-language, causal over images",
+    ),
+    "gemma3_vl": (
+        "gemma3",
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **_CLIP, "patch_size": 4},
+            "text_config": {"model_type": "gemma3_text", **_LLAMA, "head_dim": 16, "sliding_window": 8}
+            | {"layer_types": ["sliding_attention", "full_attention"]},
+            "mm_tokens_per_image": 4,
+            "image_token_id": _IMAGE,
+            "boi_token_id": 196,
+            "eoi_token_id": 197,
+        },
+        "vision-language, bidirectional within an image",
+    ),
+}
+
 
 def is_encoder_decoder(name: str) -> bool:
     return MORE[name][0] in _SEQ2SEQ_TYPES
@@ -194,3 +225,19 @@ def build_more(name: str, attn: str | None = None, **changes):
 def shared_more(name: str):
     """A family's model, one for all tests that leave it as it was."""
     return build_more(name)
+
+
+def build_vision(name: str):
+    """A tiny vision-language model and the inputs of two rows, left-padded, each with one image."""
+    model_type, settings, _ = VISION[name]
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**settings)
+    model = widen(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+    generator = torch.Generator().manual_seed(3)
+    rows = [[1, 5, *[_IMAGE] * 4, 9, 11, 7], [1, *[_IMAGE] * 4, 8, 4, 6, 12, 3, 14]]
+    ids, mask = padded(rows)
+    images = torch.randn(2, 3, 16, 16, generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": images}
+    if model_type == "gemma3":
+        inputs["token_type_ids"] = (ids == _IMAGE).long()
+    return model, inputs

@@ -1,10 +1,12 @@
-"""PagedCache against the installed DynamicCache: update, lengths, lazy tensors, errors, gradients, random operations.
+"""PagedCache against the installed DynamicCache: update, lengths, lazy tensors, gradients, random operations.
 
 Contract: whatever a DynamicCache of the same config answers after the same operations, a PagedCache answers too, bit
-for bit; an operation that raises changes nothing. (`crop` and `reset` by every value: test_cache_crop.py.)
+for bit. (`crop` and `reset` by every value are in test_cache_crop.py.)
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from hf_paged import PagedCache, PagedCacheConfig
+from hf_paged import PagedCache
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 # Update, and what a cache says of itself
 
@@ -56,15 +60,24 @@ def test_strided_and_expanded_states_are_stored_by_value():
     assert torch.equal(held_key + 0, expected) and torch.equal(held_value + 0, expected[..., ::2])
 
 
-def test_narrower_states_are_widened_as_a_dynamic_cache_does():
-    """Under autocast, rotary embeddings give keys in float32 and the values stay bfloat16."""
-    caches = PagedCache(config_of("llama")), DynamicCache(config=config_of("llama"))
-    for dtypes in [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]:
-        key, value = (states.to(dtype) for states, dtype in zip(random_kv(2, 5), dtypes, strict=True))
-        for mine, other in zip(*(cache.update(key, value, 0) for cache in caches), strict=True):
-            assert mine.dtype == other.dtype == torch.float32
-            assert torch.equal(mine + 0, other)
-    assert torch.equal(caches[0].layers[0].values, caches[1].layers[0].values)
+@pytest.mark.parametrize("first", list(itertools.product(FLOATS, FLOATS)), ids=str)
+def test_mixed_dtypes_are_widened_as_a_dynamic_cache_does_or_refused(first):
+    """Under autocast, rotary embeddings make keys float32, and the values beside them stay bfloat16."""
+    for second in itertools.product(FLOATS, FLOATS):
+        paged, dynamic, held = PagedCache(config_of("llama")), DynamicCache(config=config_of("llama")), None
+        for dtypes in (first, second):
+            key, value = (states.to(dtype) for states, dtype in zip(random_kv(2, 5), dtypes, strict=True))
+            try:
+                given = paged.update(key, value, 0)
+            except ValueError:  # only where the DynamicCache widens what it holds already
+                widened = [
+                    torch.promote_types(old.dtype, new) != old.dtype for old, new in zip(held, dtypes, strict=True)
+                ]
+                assert any(widened), (first, second)
+                break
+            held = dynamic.update(key, value, 0)
+            for mine, other in zip(given, held, strict=True):
+                assert mine.dtype == other.dtype and torch.equal(mine + 0, other), (first, second)
 
 
 def test_a_cache_written_in_inference_mode_goes_on_outside_it():
@@ -130,82 +143,6 @@ def test_looking_at_a_cache_does_not_change_what_update_returned(look):
         held, expected = pair.paged.update(key, value, index), pair.dynamic.update(key, value, index)
     getattr(pair.paged, look)()
     assert torch.equal(held[0] + 0, expected[0]) and torch.equal(held[1] + 0, expected[1])
-
-
-# Errors
-
-
-@pytest.mark.parametrize("config", [None, {}, "llama", torch.nn.Linear(1, 1)])
-def test_config_of_a_wrong_type(config):
-    with pytest.raises(ValueError, match=f"config must be a model's config.*{type(config).__name__}"):
-        PagedCache(config)
-
-
-@pytest.mark.parametrize(
-    "cache_config, message",
-    [
-        ({"blocksize": 16}, "blocksize.*block_size"),
-        ([16], "list"),
-        ({"block_size": None}, "block_size"),
-        ({"kv_cache_dtype": None}, "kv_cache_dtype"),
-        *(({name: value}, name) for name in ("block_size", "num_blocks") for value in (0, -1, True, 1.5, "16")),
-        *(({"memory_fraction": value}, "memory_fraction") for value in (0, -0.1, 1.01, True, "0.5", float("nan"))),
-    ],
-)
-def test_bad_settings_are_named(cache_config, message):
-    with pytest.raises(ValueError, match=message):
-        PagedCache(config_of("llama"), cache_config)
-
-
-def test_settings_that_are_good_or_not_there_yet():
-    with pytest.raises(NotImplementedError, match="fp8_e4m3"):
-        PagedCache(config_of("llama"), {"kv_cache_dtype": "fp8_e4m3"})
-    assert PagedCache(config_of("llama"), PagedCacheConfig(block_size=3)).cache_config.block_size == 3
-    assert PagedCache(config_of("llama"), {"memory_fraction": 1}).cache_config.block_size == 16
-
-
-_KEY, _VALUE = random_kv(2, 2)
-_MISFITS = {
-    "another batch": random_kv(3, 1),
-    "another number of heads": random_kv(2, 1, (1, 4, 4)),
-    "another head size of the keys": random_kv(2, 1, (2, 5, 4)),
-    "another head size of the values": random_kv(2, 1, (2, 4, 5)),
-    "keys longer than values": (_KEY, _VALUE[:, :, :1]),
-    "values longer than keys": (_KEY[:, :, :1], _VALUE),
-    "a wider dtype": random_kv(2, 40, dtype=torch.float64),
-    "a wider dtype of the values": (_KEY, _VALUE.double()),
-    "no batch": (_KEY[0], _VALUE[0]),
-}
-
-
-@pytest.mark.parametrize("misfit", _MISFITS)
-def test_states_that_do_not_fit_are_refused_and_change_nothing(misfit):
-    pair = Pair("llama", block_size=4)
-    pair.update(3)
-    blocks = pair.paged.stats().blocks_held
-    for index in range(3):
-        with pytest.raises(ValueError):
-            pair.paged.update(*_MISFITS[misfit], index)
-    assert pair.paged.stats().blocks_held == blocks
-    fork = pair.fork()
-    for each in (pair, fork):
-        each.update(1)
-    pair.check()
-    fork.check()
-
-
-def test_one_layer_alone_cannot_be_changed():
-    pair = Pair("llama")
-    pair.update(3)
-    layer, index = pair.paged.layers[0], torch.tensor([0])
-    for name, args in [("crop", (-1,)), ("reset", ()), ("reorder_cache", (index,)), ("batch_repeat_interleave", (2,))]:
-        with pytest.raises(NotImplementedError, match="on the cache"):
-            getattr(layer, name)(*args)
-    with pytest.raises(NotImplementedError, match="offload"):
-        layer.offload()
-    with pytest.raises(AttributeError, match="update"):
-        layer.keys = torch.zeros(1)
-    pair.check()
 
 
 # Gradients

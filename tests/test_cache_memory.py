@@ -1,8 +1,8 @@
-"""What a PagedCache takes and gives back: growth, fixed pools, the memory budget, padding, windows, stats().
+"""What a PagedCache takes and gives back: growth, the memory budget, padding, windows, stats().
 
 Contract: memory follows the tokens that are held. A pool on demand is at most a sixteenth and 8 blocks larger than
-was ever needed; one of fixed size, or out of budget, raises and changes nothing; left padding that is known and
-blocks behind a sliding window are not kept. `stats()` and `storages()` report what is there.
+was ever needed; beyond its budget it raises. Left padding that is known and blocks behind a sliding window
+are not kept. `stats()` and `storages()` report what is there.
 """
 
 from __future__ import annotations
@@ -79,86 +79,6 @@ def test_memory_is_given_back_with_the_cache():
     assert len(tensors) == 2 * LAYERS
     del cache
     assert all(reference() is None for reference in tensors)  # at once, without the garbage collector
-
-
-# A fixed number of blocks
-
-
-def test_a_fixed_pool_is_made_at_once_and_stays():
-    cache = PagedCache(config_of("llama"), {"num_blocks": 7})
-    assert cache.stats().bytes_total == 0
-    feed(cache, 1, 1)
-    assert cache.stats().blocks_total == 7 and live_bytes(cache) == 7 * LAYERS * BLOCK_BYTES
-    before = [tensor.data_ptr() for tensor in cache.storages()]
-    feed(cache, 1, 7 * 16 - 1)
-    assert [tensor.data_ptr() for tensor in cache.storages()] == before
-
-
-def test_an_exhausted_pool_raises_changes_nothing_and_can_be_used_again():
-    pair = Pair("llama", num_blocks=4)
-    pair.update(6)
-    pair.update(26)
-    fork = pair.fork()
-    pair.refuse(1, "needs 2 blocks, 0 available of 4")
-    pair.refuse(33, "needs 6 blocks, 0 available of 4")
-    fork.check()
-    del fork
-    pair.both("crop", -17)
-    pair.trim(15)
-    pair.update(17)
-    pair.refuse(1, "needs 2 blocks, 0 available of 4")
-
-
-@pytest.mark.parametrize("family, length", [("gemma3_text", 5), ("gemma3_text", 30), ("mistral", 30)])
-def test_a_forward_that_ends_in_an_exhausted_pool_leaves_every_layer_as_it_was(family, length):
-    """In the mixed model the pool of the sliding layers has room, and is written first."""
-    pair = Pair(family, block_size=4, num_blocks=20 if family == "gemma3_text" else 16)
-    pair.update(length)
-    for tokens in (80, 60):
-        pair.refuse(tokens, "needs .* available of")
-    pair.update(9)
-    pair.check()
-
-
-def test_copy_on_write_in_an_exhausted_pool_raises_and_leaves_the_fork_alone():
-    pair = Pair("llama", num_blocks=2)
-    pair.update(5)
-    fork = pair.fork()
-    pair.refuse(1, "needs . blocks?, 0 available of 2")
-    fork.check()
-    del fork
-    pair.update(1)
-    pair.check()
-
-
-def test_rows_that_part_in_a_later_layer_of_an_exhausted_pool():
-    cache = PagedCache(config_of("llama"), {"block_size": 4, "num_blocks": 5})
-    cache.expect(shared_rows=4)
-    key, value = random_kv(1, 6)
-    shared = key.expand(4, -1, -1, -1), value.expand(4, -1, -1, -1)
-    for _ in range(2):
-        cache.update(*shared, 0)
-        with pytest.raises(RuntimeError, match="needs . blocks, . available of 5"):
-            cache.update(*random_kv(4, 6), 1)
-        assert [cache.get_seq_length(index) for index in range(LAYERS)] == [0, 0, 0]
-        assert cache.stats().blocks_used == 0
-        cache.check_integrity()
-    for index in range(LAYERS):
-        cache.update(*shared, index)
-    assert torch.equal(cache.layers[2].keys, shared[0])
-
-
-def test_a_refused_forward_does_not_forget_the_padding():
-    """The second step fits into the pool of the sliding layers and not into that of the full one."""
-    cache = PagedCache(config_of("gemma3_text"), {"block_size": 4, "num_blocks": 16})
-    cache.expect((torch.arange(60)[None] >= torch.tensor([0, 40])[:, None]).long())
-    feed(cache, 2, 30)
-    with pytest.raises(RuntimeError, match="available of 16"):
-        feed(cache, 2, 30)
-    assert [cache.get_seq_length(index) for index in range(LAYERS)] == [30] * LAYERS
-    feed(cache, 2, 12)
-    for layer in cache.layers:
-        assert not layer.keys[1, :, :-2].any() and layer.keys[1, :, -2:].all()
 
 
 # The memory budget
