@@ -1,7 +1,8 @@
 """`cache_implementation="paged"` inside `GenerationMixin.generate`.
 
-Contract: two methods of GenerationMixin are wrapped, reversibly. `generate` recognises a paged call and
-switches the model for its time; `_prepare_cache_for_generation` builds the PagedCache. The result is that of
+Contract: three methods of GenerationMixin are wrapped, reversibly. `generate` recognises a paged call and
+switches the model for its time; `_prepare_cache_for_generation` builds the PagedCache; `_get_logits_processor` lets
+processors see a row without its padding. The result is that of
 plain `generate`: same shape, same fields, same use of the random generator.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -22,11 +24,14 @@ from .cache import PagedCache
 from .config import PagedCacheConfig
 from .history import remember, rewind, usable_past
 from .padding import Compaction
+from .row_processors import for_each_row
 from .switch import switches
 
 _IMPLEMENTATION = "paged"
 # In other modes, beam search above all, a cache's rows do not end as the texts that are returned.
 _ONE_TEXT_A_ROW = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+# Assisted decoding takes its processors apart, and one row needs no padding.
+_ONE_ROW = (GenerationMode.ASSISTED_GENERATION,)
 _originals: dict[str, object] = {}
 _calls = threading.local()
 
@@ -38,6 +43,8 @@ class _PagedCall:
         self.model, self.cache_config = model, cache_config
         self.cache: PagedCache | None = None
         self.one_text_a_row = False  # whether the cache's rows end as the returned sequences
+        self.pads_may_be_left_out = False  # whether processors may be called prompt by prompt
+        self.copies = 1  # rows of each prompt
 
 
 @contextlib.contextmanager
@@ -168,12 +175,30 @@ def _wrap_prepare_cache(original):
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
             call.cache = cache
         call.one_text_a_row = not self.config.is_encoder_decoder and generation_mode in _ONE_TEXT_A_ROW
-        _tell_what_is_known(call.cache, generation_config, model_kwargs, batch_size)
+        call.copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        call.pads_may_be_left_out = not self.config.is_encoder_decoder and generation_mode not in _ONE_ROW
+        _tell_what_is_known(call.cache, model_kwargs, call.copies)
 
     return _prepare_cache_for_generation
 
 
-def _tell_what_is_known(cache: PagedCache, generation_config, model_kwargs: Mapping, batch_size: int) -> None:
+def _wrap_get_processors(original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _get_logits_processor(self, *args, **kwargs):
+        processors = original(self, *args, **kwargs)
+        call = getattr(_calls, "current", None)
+        if call is None or call.model is not self or not call.pads_may_be_left_out:
+            return processors
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        del arguments["self"]
+        return for_each_row(functools.partial(original, self), processors, arguments, call.copies)
+
+    return _get_logits_processor
+
+
+def _tell_what_is_known(cache: PagedCache, model_kwargs: Mapping, copies: int) -> None:
     if cache.get_seq_length() > 0:
         return
     mask = model_kwargs.get("attention_mask")
@@ -181,7 +206,6 @@ def _tell_what_is_known(cache: PagedCache, generation_config, model_kwargs: Mapp
         mask = model_kwargs.get("decoder_attention_mask")
     if not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
         mask = None
-    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     cache.expect(attention_mask=mask, shared_rows=copies)
 
 
@@ -196,6 +220,7 @@ def register() -> None:
     for name, wrap in (
         ("generate", _wrap_generate),
         ("_prepare_cache_for_generation", _wrap_prepare_cache),
+        ("_get_logits_processor", _wrap_get_processors),
     ):
         _originals[name] = GenerationMixin.__dict__[name]
         setattr(GenerationMixin, name, wrap(_originals[name]))

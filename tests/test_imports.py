@@ -19,7 +19,7 @@ EVAL = ROOT / "eval"
 LEVELS = [
     {"block_pool", "config", "request", "stats", "progress", "storage_meter", "demo_prompts"},
     {"block_manager", "prefix_cache", "demo_model"},
-    {"scheduler", "kv_pool", "metadata", "lazy", "padding", "switch"},
+    {"scheduler", "kv_pool", "metadata", "lazy", "padding", "row_processors", "switch"},
     {"rows"},
     {"layer"},
     {"cache"},

@@ -122,7 +122,7 @@ def test_plain_generate_in_another_thread_is_undisturbed(attn):
 
 
 def test_unregister_puts_transformers_back():
-    names = ("generate", "_prepare_cache_for_generation")
+    names = ("generate", "_prepare_cache_for_generation", "_get_logits_processor")
 
     def snapshot():
         return (

@@ -86,7 +86,7 @@ MODES = {
     "bad_words_ids": {"bad_words_ids": [[9], [11, 12], [100]]},
     "sequence_bias": {"sequence_bias": [[[9], 4.0], [[11, 12], -4.0]]},
     "min_new_tokens": {"min_new_tokens": 5, "eos_token_id": 17},
-    "min_length": {"min_length": 40, "eos_token_id": list(range(3, 60))},
+    "min_length": {"min_length": 40, "oracle": "alone", "eos_token_id": list(range(3, 60))},
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": 17},
     "suppress_tokens, begin_suppress_tokens": {"suppress_tokens": [9, 10], "begin_suppress_tokens": [11]},
     "forced_eos_token_id": {"forced_eos_token_id": 17, "eos_token_id": 17},
@@ -115,9 +115,20 @@ TABLE = Table("modes.md", ["mode", "result", "path"], [*MODES, *REFUSED])
 
 
 def run(model, settings: dict, paged: bool):
-    """Output of one call, and what its streamer saw."""
+    """Output of one call, what its streamer saw, and where the random generator ends."""
     settings = copy.copy(settings)
+    if settings.pop("oracle", None) and not paged:  # lengths count padding in plain generate's batch
+        texts = [run_rows(model, settings, [row], paged)[0][0, len(row) :].tolist() for row in prompts()]
+        new = max(map(len, texts))
+        ids, _ = padded(prompts())
+        texts = torch.tensor([text + [0] * (new - len(text)) for text in texts])
+        return torch.cat([ids, texts], dim=1), None, torch.get_rng_state()
     rows = prompts()[2:3] if settings.pop("alone", False) else prompts()
+    return run_rows(model, settings, rows, paged)
+
+
+def run_rows(model, settings: dict, rows: list, paged: bool):
+    settings = copy.copy(settings)
     ids, mask = padded(rows)
     arguments = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
     if settings.pop("embeds", False):
@@ -215,6 +226,55 @@ def test_beams_past_the_window_with_forks(name):
         assert torch.equal(got.sequences, want)
         stats = got.past_key_values.stats()
         assert stats.blocks_used == stats.blocks_held
+
+
+OWN = {
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.6},
+    "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": list(range(3, 90))},
+    "min_length": {"min_length": 30, "eos_token_id": list(range(3, 90))},
+    "forced_eos_token_id": {"forced_eos_token_id": 17},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(3, 150))},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": 17},
+    "the user's": {"logits_processor": [Even()]},
+}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", OWN)
+def test_processors_see_a_rows_own_tokens_and_not_its_padding(name, side, beams):
+    # The padding token is a likely one, so that counting it would show.
+    model = model_of("llama_gqa")
+    settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, "pad_token_id": 9, **OWN[name]}
+    ids, mask = padded(prompts(), side, pad=9)
+    out = model.generate(ids, attention_mask=mask, cache_implementation="paged", **settings)
+    for prompt, row in zip(prompts(), out[:, 33:].tolist(), strict=True):
+        alone = model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
+        assert row == alone + [9] * (len(row) - len(alone))
+
+
+def test_a_users_processor_is_called_with_own_tokens_and_prefix_functions_know_their_row():
+    seen, rows = [], set()
+
+    def processor(input_ids, scores):
+        seen.append(input_ids.tolist())
+        return scores
+
+    def allowed(row, tokens):
+        rows.add((row, len(tokens)))
+        return [row + 3]
+
+    ids, mask = padded(prompts())
+    settings = {"max_new_tokens": 2, "do_sample": False, "cache_implementation": "paged"}
+    out = model_of("llama_gqa").generate(
+        ids, attention_mask=mask, logits_processor=[processor], prefix_allowed_tokens_fn=allowed, **settings
+    )
+    assert seen[:4] == [[prompt] for prompt in prompts()]
+    assert seen[4:] == [[prompt + [row + 3]] for row, prompt in enumerate(prompts())]
+    assert rows == {(row, len(prompt) + step) for row, prompt in enumerate(prompts()) for step in (0, 1)}
+    assert out[:, 33:].tolist() == [[row + 3] * 2 for row in range(4)]
 
 
 def test_greedy_copies_of_one_prompt_are_equal_rows():
