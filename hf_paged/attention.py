@@ -8,6 +8,7 @@ reaches it is dropped.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -186,25 +187,32 @@ def _paged(query, key, value, mask, scaling, kwargs) -> torch.Tensor:
 def _seq_starts(mask: LazyMask | None, step) -> torch.Tensor | None:
     """First attended position of each row among those it keeps, `[batch]` int32, or None if that is 0."""
     columns = mask.first_real_columns() if mask is not None else None
-    starts = torch.from_numpy(step.row_starts)
     if columns is None:
-        columns = torch.zeros_like(starts)
-    starts = columns - starts
-    # A row whose padding ends further on than this forward has stored nothing yet.
-    shown = (starts < 0) & (torch.from_numpy(step.row_starts) < step.last_column)
-    if shown.any():
-        row = int(shown.nonzero()[0, 0])
-        raise ValueError(
-            f"attention_mask shows column {int(columns[row])} of row {row}, but this cache was told that the row's "
-            f"first {int(step.row_starts[row])} columns are padding and did not keep them; pass the same attention_mask"
-        )
+        columns = torch.zeros(len(step.row_starts), dtype=torch.int64)
+    _refuse_dropped_columns(columns, step)
+    starts = columns - torch.from_numpy(step.row_starts)
     if not (starts > 0).any():
         return None
     return starts.clamp(min=0).to(step.seq_lens.device, torch.int32)
 
 
+def _refuse_dropped_columns(first_real: torch.Tensor, step) -> None:
+    """Raise ValueError where a mask shows left padding that the cache did not keep."""
+    starts = torch.from_numpy(step.row_starts)
+    # A row whose padding ends further on than this forward has stored nothing yet.
+    shown = (first_real < starts) & (starts < step.last_column)
+    if shown.any():
+        row = int(shown.nonzero()[0, 0])
+        raise ValueError(
+            f"attention_mask shows column {int(first_real[row])} of row {row}, but this cache was told that the row's "
+            f"first {int(starts[row])} columns are padding and did not keep them; pass the same attention_mask"
+        )
+
+
 def _dense(module, query, key, value, attention_mask, **kwargs):
     """The implementation that the model had before, over dense K/V."""
+    if isinstance(key, LazyKV) and isinstance(attention_mask, LazyMask) and attention_mask.attention_mask is not None:
+        _refuse_dropped_columns(attention_mask.attention_mask.int().argmax(dim=1).cpu(), key.step)
     if isinstance(key, LazyKV):
         key = key.dense()
     if isinstance(value, LazyKV):
@@ -213,18 +221,7 @@ def _dense(module, query, key, value, attention_mask, **kwargs):
     eager = getattr(file, "eager_attention_forward", None)
     name = switches.before(getattr(module, "config", None))
     if name is None:  # the user chose hf_paged for good
-        unknown = [
-            argument
-            for argument, given in kwargs.items()
-            if given is not None
-            and argument not in _WITHOUT_EFFECT
-            and argument not in ("scaling", "dropout", "sliding_window", "is_causal", "position_bias")
-        ]
-        name = "eager" if unknown else "sdpa"
-        if unknown and eager is None:
-            raise ValueError(
-                f"hf_paged attention does not know {unknown[0]!r} and {type(module).__name__} has no eager one"
-            )
+        name = _chosen(module, eager, kwargs)
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.build(name)
     interface = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
@@ -232,6 +229,25 @@ def _dense(module, query, key, value, attention_mask, **kwargs):
     if function is None:
         raise ValueError(f"{type(module).__name__} has no eager attention to fall back to; load the model with sdpa")
     return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def _chosen(module, eager: Callable | None, kwargs: dict) -> str:
+    """sdpa, or eager where only that knows an argument of this call.
+
+    Raises:
+        ValueError: neither does.
+    """
+    by_sdpa = _WITHOUT_EFFECT | {"scaling", "dropout", "sliding_window", "is_causal", "position_bias"}
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in by_sdpa]
+    if not unknown:
+        return "sdpa"
+    by_eager = set(inspect.signature(eager).parameters) if eager is not None else set()
+    if hasattr(module, "sinks"):  # eager attention with sinks reads them from the module
+        by_eager.add("s_aux")
+    for name in unknown:
+        if name not in by_eager:
+            raise ValueError(f"hf_paged attention does not know {name!r}, nor has {type(module).__name__} an eager one")
+    return "eager"
 
 
 def register_attention() -> None:

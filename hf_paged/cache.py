@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from .config import PagedCacheConfig
@@ -89,6 +89,7 @@ class PagedCache(DynamicCache):
             real = attention_mask.bool()
             starts = torch.where(real.any(dim=1), real.int().argmax(dim=1), real.shape[1])
             self._pools.row_starts = starts.cpu().numpy().astype(np.int64)
+            self._pools.expected_columns = real.shape[1]
         self._pools.shared_rows = shared_rows
 
     def fork(self) -> PagedCache:
@@ -138,6 +139,27 @@ class PagedCache(DynamicCache):
             lengths[layer.layer_idx] = length
         for rows, (lengths, kept_from) in cuts.items():
             rows.crop(lengths, kept_from)
+        self._trim_history()
+
+    def cut(self, length: int) -> bool:
+        """Cut every layer to `length` columns, layers of unequal length included; whether that was possible."""
+        for rows in self._pools.rows.values():
+            if rows.sliding_window and max(0, length - rows.sliding_window + 1) < rows.first_held():
+                return False
+        for rows in self._pools.rows.values():
+            rows.crop({layer: min(length, held) for layer, held in rows.lengths.items()}, rows.first_held())
+        self._trim_history()
+        return True
+
+    def _trim_history(self) -> None:
+        length = self.get_seq_length()
+        if self.history is not None and self.history.length > length:
+            self.history = self.history.first(length)
+
+    @property
+    def knows_every_layer(self) -> bool:
+        """Whether keys and values lie in paged layers alone: no indexed, compressed or combined layers beside them."""
+        return all(isinstance(one, PagedLayer) or not isinstance(one, CacheLayerMixin) for one in self.layers)
 
     def reset(self) -> None:
         """Forget the content, as the installed DynamicCache does, and give the blocks back."""
@@ -180,6 +202,8 @@ class PagedCache(DynamicCache):
         if self._pools.row_starts is not None:
             self._pools.row_starts = self._pools.row_starts[index]
         self._pools.shared_rows = 1
+        if self.history is not None:
+            self.history = self.history.select(index)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was; only block tables move."""

@@ -50,6 +50,10 @@ class PagedCacheConfig:
                 f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported yet; use 'auto' (the model's dtype)"
             )
 
+    def to_dict(self) -> dict:
+        """The settings by name; transformers writes them so when it saves a GenerationConfig that holds this one."""
+        return dataclasses.asdict(self)
+
     @classmethod
     def from_any(cls, value: PagedCacheConfig | Mapping | None) -> PagedCacheConfig:
         """The config that a caller meant: one of these, a mapping of its fields, or None for the defaults.

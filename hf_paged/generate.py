@@ -22,10 +22,10 @@ from transformers.generation.utils import GenerationMixin
 from .attention import register_attention, unregister_attention
 from .cache import PagedCache
 from .config import PagedCacheConfig
-from .history import remember, rewind, usable_past
+from .history import remember, rewind, settle, takes_more, usable_past
 from .padding import Compaction
 from .row_processors import for_each_row
-from .switch import switches
+from .switch import NAME, switches
 
 _IMPLEMENTATION = "paged"
 # In other modes, beam search above all, a cache's rows do not end as the texts that are returned.
@@ -37,14 +37,39 @@ _calls = threading.local()
 
 
 class _PagedCall:
-    """One `generate` call that runs over a PagedCache."""
+    """One `generate` call that runs over a PagedCache.
 
-    def __init__(self, model, cache_config: PagedCacheConfig | None) -> None:
-        self.model, self.cache_config = model, cache_config
+    Attributes:
+        given: the cache that the caller passed, or None.
+        new_cache: the one made for this call, or None.
+        cache: the one in use, once the loop has been given it.
+        mask: `[rows, prompt columns]` as the model sees it, or None where all is real.
+        copies: rows of each prompt (beams, returned sequences).
+        one_text_a_row: whether the cache's rows end as the returned sequences.
+        pads_may_be_left_out: whether processors may be called prompt by prompt.
+    """
+
+    def __init__(self, model, given: PagedCache | None) -> None:
+        self.model, self.given = model, given
+        self.new_cache: PagedCache | None = None
         self.cache: PagedCache | None = None
-        self.one_text_a_row = False  # whether the cache's rows end as the returned sequences
-        self.pads_may_be_left_out = False  # whether processors may be called prompt by prompt
-        self.copies = 1  # rows of each prompt
+        self.mask: torch.Tensor | None = None
+        self.copies = 1
+        self.one_text_a_row = self.pads_may_be_left_out = False
+
+    def note(self, model, generation_config, generation_mode, model_kwargs: Mapping) -> None:
+        """Keep what the prepared arguments tell, and tell the cache before its first token."""
+        decoder_only = not model.config.is_encoder_decoder
+        self.copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        self.one_text_a_row = decoder_only and generation_mode in _ONE_TEXT_A_ROW
+        self.pads_may_be_left_out = decoder_only and generation_mode not in _ONE_ROW
+        mask = model_kwargs.get("attention_mask" if decoder_only else "decoder_attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            self.mask = mask
+        if self.cache.get_seq_length() == 0:
+            # A model with attention of its own may look at padding, so there it is kept.
+            masked = model.config.get_text_config(decoder=True)._attn_implementation == NAME
+            self.cache.expect(attention_mask=self.mask if masked else None, shared_rows=self.copies)
 
 
 @contextlib.contextmanager
@@ -70,32 +95,43 @@ def _wrap_generate(original):
     @functools.wraps(original)
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
         given = kwargs.get("past_key_values")
+        given = given if isinstance(given, PagedCache) else None
         requested = _setting("cache_implementation", self, generation_config, kwargs) == _IMPLEMENTATION
-        if not requested and not isinstance(given, PagedCache):
+        if given is not None and kwargs.get("cache_implementation") != _IMPLEMENTATION:
+            requested = False  # a default gives way to the cache that the call brings
+        if not requested and given is None:
             with _running(None):
                 return original(self, inputs, generation_config, *args, **kwargs)
-        config = None
+        call = _PagedCall(self, given)
         if requested:
             config = PagedCacheConfig.from_any(_setting("cache_config", self, generation_config, kwargs))
             _refuse_what_cannot_be_paged(self, generation_config, kwargs)
+            call.new_cache = PagedCache(self.config.get_text_config(decoder=True), config)
+            _refuse_without_layers(self, call.new_cache)
             kwargs.pop("cache_implementation", None)
             kwargs.pop("cache_config", None)
             if self.generation_config.use_cache is False:  # a model's default gives way to the call
                 kwargs["use_cache"] = True
-        call = _PagedCall(self, config)
         compaction = Compaction()
         if not self.config.is_encoder_decoder:
-            compaction, inputs, kwargs = _arrange(inputs, kwargs, given if isinstance(given, PagedCache) else None)
+            compaction, inputs, kwargs = _arrange(inputs, kwargs, given)
         weights = bool(_setting("output_attentions", self, generation_config, kwargs))
-        with _running(call), switches.switched(self, weights):
-            result = original(self, inputs, generation_config, *args, **kwargs)
-        if call.cache is None and requested:
+        attention = (given or call.new_cache).knows_every_layer
+        try:
+            with _running(call), switches.switched(self, attention, weights):
+                result = original(self, inputs, generation_config, *args, **kwargs)
+        except BaseException:
+            if given is not None:
+                settle(given)
+            raise
+        if call.cache is None:
             raise NotImplementedError(
                 f"{type(self).__name__} prepares its own cache for generation, which "
                 "cache_implementation='paged' cannot replace"
             )
-        if call.one_text_a_row:
-            remember(call.cache, result if isinstance(result, torch.Tensor) else result.sequences, compaction.order)
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        if call.one_text_a_row and kwargs.get("inputs_embeds") is None:
+            remember(call.cache, sequences, call.mask, compaction.order, takes_more(kwargs))
         return compaction.undo(result)
 
     return generate
@@ -106,21 +142,30 @@ def _arrange(inputs, kwargs: dict, cache: PagedCache | None) -> tuple[Compaction
 
     Raises:
         ValueError: a prompt is empty, or shorter than what the cache holds.
+        NotImplementedError: embeddings that would have to be moved against a cache.
     """
     prompt = inputs if inputs is not None else kwargs.get("input_ids")
-    is_ids = isinstance(prompt, torch.Tensor) and prompt.dim() == 2
-    if is_ids and prompt.shape[1] == 0 and kwargs.get("inputs_embeds") is None:
+    is_ids = isinstance(prompt, torch.Tensor) and prompt.dim() == 2 and kwargs.get("inputs_embeds") is None
+    if is_ids and prompt.shape[1] == 0:
         raise ValueError(f"input_ids {tuple(prompt.shape)} hold an empty prompt: there is nothing to continue")
-    past, order = 0, None
-    if is_ids and cache is not None:
+    past, order = 0 if cache is None else cache.get_seq_length(), None
+    if past and is_ids:
         past, order = usable_past(cache, prompt, kwargs.get("attention_mask"))
+    elif past and cache.history is not None:
+        order = cache.history.order
     compaction = Compaction.of(prompt if is_ids else None, kwargs, past, order)
+    if past and not is_ids and compaction.order is not None:
+        if order is None and kwargs["attention_mask"][:, -1].all():  # holes alone are the attention's to skip
+            return Compaction(), inputs, kwargs
+        raise NotImplementedError(
+            "inputs_embeds over a cache, with a mask that has holes or right padding; pass input_ids or pad on the left"
+        )
     inputs, kwargs = compaction.apply(inputs, kwargs)
-    if past:
+    if past and is_ids:
         prompt = inputs if inputs is not None else kwargs["input_ids"]
         mask = kwargs.get("attention_mask")
         if mask is None or mask.shape[1] == prompt.shape[1]:  # else input_ids are the new tokens alone
-            rewind(cache, prompt, mask)
+            rewind(cache, prompt, mask, takes_more(kwargs))
     return compaction, inputs, kwargs
 
 
@@ -142,6 +187,14 @@ def _refuse_what_cannot_be_paged(model, generation_config, kwargs: Mapping) -> N
         )
 
 
+def _refuse_without_layers(model, cache: PagedCache) -> None:
+    if not cache.paged_layers:
+        raise NotImplementedError(
+            f"{type(model).__name__} has no layer that keeps plain keys and values, so there is nothing for "
+            "cache_implementation='paged' to hold in blocks"
+        )
+
+
 def _wrap_prepare_cache(original):
     @functools.wraps(original)
     def _prepare_cache_for_generation(
@@ -155,29 +208,20 @@ def _wrap_prepare_cache(original):
                     "cache_implementation='paged' cannot serve it"
                 )
             return original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        cache = model_kwargs.get("past_key_values")
-        if call.cache_config is not None:
-            decoder_config = self.config.get_text_config(decoder=True)
-            call.cache = cache = PagedCache(decoder_config, call.cache_config)
-            if not cache.paged_layers:
-                raise NotImplementedError(
-                    f"{type(self).__name__} has no layer that keeps keys and values, so there is nothing for "
-                    "cache_implementation='paged' to hold in blocks"
-                )
+        # Assisted decoding copies this config and would refuse the setting beside a cache.
+        generation_config.cache_implementation = None
+        if call.new_cache is not None:
+            call.cache = cache = call.new_cache
             if self.config.is_encoder_decoder:
+                decoder_config = self.config.get_text_config(decoder=True)
                 cache = EncoderDecoderCache(cache, DynamicCache(config=decoder_config))
             model_kwargs["past_key_values"] = cache
-            # Assisted decoding copies this config and would refuse the setting beside a cache.
-            generation_config.cache_implementation = None
             if generation_config.is_assistant:
                 cache.activate_past_recording()
         else:
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-            call.cache = cache
-        call.one_text_a_row = not self.config.is_encoder_decoder and generation_mode in _ONE_TEXT_A_ROW
-        call.copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        call.pads_may_be_left_out = not self.config.is_encoder_decoder and generation_mode not in _ONE_ROW
-        _tell_what_is_known(call.cache, model_kwargs, call.copies)
+            call.cache = call.given
+        call.note(self, generation_config, generation_mode, model_kwargs)
 
     return _prepare_cache_for_generation
 
@@ -196,17 +240,6 @@ def _wrap_get_processors(original):
         return for_each_row(functools.partial(original, self), processors, arguments, call.copies)
 
     return _get_logits_processor
-
-
-def _tell_what_is_known(cache: PagedCache, model_kwargs: Mapping, copies: int) -> None:
-    if cache.get_seq_length() > 0:
-        return
-    mask = model_kwargs.get("attention_mask")
-    if "encoder_outputs" in model_kwargs:
-        mask = model_kwargs.get("decoder_attention_mask")
-    if not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
-        mask = None
-    cache.expect(attention_mask=mask, shared_rows=copies)
 
 
 def register() -> None:

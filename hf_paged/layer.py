@@ -31,16 +31,19 @@ class CachePools:
         self.rows: dict[PoolKey, Rows] = {}
         self.pools: dict[PoolKey, KVPool] = {}
         self.row_starts: np.ndarray | None = None  # left padding of each row, known before it is written
+        self.expected_columns = 0  # of the prompt whose padding that is
         self.shared_rows = 1
         self.record_past = False
         self.layers_of_window: Counter[int] = Counter()  # layers that the cache has, by their window
 
-    def join(self, layer_idx: int, key: PoolKey, num_rows: int) -> Rows:
+    def join(self, layer_idx: int, key: PoolKey, num_rows: int, num_columns: int) -> Rows:
         """The rows that a layer of this shape belongs to, made at its first K/V."""
         rows = self.rows.get(key)
         if rows is None or not rows.lengths:  # rows without a layer are left from a forward that did not fit
             starts = self.row_starts
-            if starts is None or len(starts) != num_rows:
+            # A model that puts columns of its own before the prompt (prompt tuning) is not what was expected.
+            if starts is None or len(starts) != num_rows or num_columns > self.expected_columns:
+                self.row_starts = None
                 starts = np.zeros(num_rows, dtype=np.int64)
             pool = self.pools.get(key)
             if pool is None:
@@ -57,6 +60,7 @@ class CachePools:
         twin.budget, twin.pools = self.budget, dict(self.pools)
         twin.rows = {key: rows.fork() for key, rows in self.rows.items()}
         twin.row_starts, twin.record_past = self.row_starts, self.record_past
+        twin.expected_columns = self.expected_columns
         twin.layers_of_window = self.layers_of_window
         return twin
 
@@ -158,7 +162,7 @@ class PagedLayer(CacheLayerMixin):
             device=key_states.device,
             sliding_window=self.sliding_window if self.is_sliding else 0,
         )
-        self._pools.join(self.layer_idx, self._key, key_states.shape[0])
+        self._pools.join(self.layer_idx, self._key, key_states.shape[0], key_states.shape[2])
         self.is_initialized = True
 
     def update(

@@ -12,6 +12,10 @@ from collections.abc import Mapping
 
 import torch
 
+# Arguments with one entry a column of the prompt, and those with columns of their own.
+_BY_COLUMN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+_BY_ITSELF = ("negative_prompt_ids", "negative_prompt_attention_mask", "pixel_values", "eos_token_id")
+
 
 class Compaction:
     """How the columns of one prompt batch were moved.
@@ -71,18 +75,15 @@ class Compaction:
             return inputs, kwargs
         if inputs is not None:
             inputs = self._move(inputs)
-        rows, columns = self.order.shape
+        columns = self.order.shape[1]
         moved = {}
         for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor):
-                if value.shape == (rows, columns) or value is self.prompt:
-                    value = self._move(value)
-                elif value.shape[:2] == (rows, columns) and name == "inputs_embeds":
-                    value = value.gather(1, self.order.to(value.device)[..., None].expand(value.shape))
-                elif value.dim() >= 2 and columns in value.shape[1:]:
-                    raise NotImplementedError(
-                        f"{name} {tuple(value.shape)} with a mask that has holes or right padding; pad on the left"
-                    )
+            if name in _BY_COLUMN and isinstance(value, torch.Tensor):
+                value = self._move(value)
+            elif isinstance(value, torch.Tensor) and name not in _BY_ITSELF and columns in value.shape[1:]:
+                raise NotImplementedError(
+                    f"{name} {tuple(value.shape)} with a mask that has holes or right padding; pad on the left"
+                )
             moved[name] = value
         if moved.get("streamer") is not None and self.prompt is not None:
             moved["streamer"] = _PromptStreamer(moved["streamer"], self.prompt)
@@ -90,7 +91,10 @@ class Compaction:
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         skipped = self.order.shape[1] - tensor.shape[1]  # input_ids of the new tokens alone
-        return tensor.gather(1, self.order[:, skipped:].to(tensor.device) - skipped)
+        order = self.order[:, skipped:].to(tensor.device) - skipped
+        if tensor.dim() == 3:  # inputs_embeds
+            order = order[..., None].expand(*order.shape, tensor.shape[2])
+        return tensor.gather(1, order)
 
     def undo(self, result):
         """The result of `generate` with the caller's own prompt columns."""

@@ -41,13 +41,14 @@ class _Switches:
         return getattr(self._local, "weights", False)
 
     @contextlib.contextmanager
-    def switched(self, model: PreTrainedModel, weights: bool = False) -> Iterator[None]:
+    def switched(self, model: PreTrainedModel, attention: bool = True, weights: bool = False) -> Iterator[None]:
         """Run a paged call: the model in eval mode, with hf_paged attention where it takes it; then as before.
 
         Args:
+            attention: whether hf_paged attention may serve the model at all.
             weights: the call returns attention weights.
         """
-        self._enter(model)
+        self._enter(model, attention)
         self._local.depth = getattr(self._local, "depth", 0) + 1
         outer, self._local.weights = self.wants_weights, weights
         try:
@@ -57,7 +58,7 @@ class _Switches:
             self._local.weights = outer
             self._leave(model)
 
-    def _enter(self, model: PreTrainedModel) -> None:
+    def _enter(self, model: PreTrainedModel, attention: bool) -> None:
         with self.lock:
             entry = self._models.get(id(model))
             if entry is None:
@@ -70,7 +71,7 @@ class _Switches:
                     # Dropout and gradient checkpointing (which drops the cache) are for training steps.
                     for module in training:
                         module.training = False
-                    if model._can_set_attn_implementation():
+                    if attention and model._can_set_attn_implementation():
                         model.set_attn_implementation(NAME)
                 except BaseException:
                     self._restore(model)

@@ -47,12 +47,18 @@ def test_an_exhausted_pool_raises_changes_nothing_and_can_be_used_again():
     pair.refuse(1, "needs 2 blocks, 0 available of 4")
 
 
-@pytest.mark.parametrize("family, length", [("gemma3_text", 5), ("gemma3_text", 30), ("mistral", 30)])
-def test_a_forward_that_ends_in_an_exhausted_pool_leaves_every_layer_as_it_was(family, length):
-    """In the mixed model the pool of the sliding layers has room, and is written first."""
-    pair = Pair(family, block_size=4, num_blocks=20 if family == "gemma3_text" else 16)
+@pytest.mark.parametrize(
+    "family, num_blocks, length, tokens",
+    [
+        ("gemma3_text", 20, 30, 14),  # fits into the pool of the sliding layers, which is written first
+        ("gemma3_text", 20, 5, 60),
+        ("mistral", 16, 30, 60),
+    ],
+)
+def test_a_forward_that_ends_in_an_exhausted_pool_leaves_every_layer_as_it_was(family, num_blocks, length, tokens):
+    pair = Pair(family, block_size=4, num_blocks=num_blocks)
     pair.update(length)
-    for tokens in (80, 60):
+    for _ in range(2):
         pair.refuse(tokens, "needs .* available of")
     pair.update(9)
     pair.check()

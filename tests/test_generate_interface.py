@@ -279,3 +279,63 @@ def test_a_forward_that_exhausts_a_pool_changes_nothing():
         got = model(ids[:, 20:23], past_key_values=cache).logits
         want = shared("gemma3")(ids[:, :23], use_cache=False).logits[:, 20:]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-4)
+
+
+def test_a_models_default_gives_way_to_the_cache_of_the_call():
+    model = build("llama_gqa")
+    model.generation_config.cache_implementation = "paged"
+    ids = torch.tensor([prompts()[1]])
+    out = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+    longer = torch.cat([out.sequences, ids[:, :3]], dim=1)
+    got = model.generate(longer, past_key_values=out.past_key_values, **GREEDY)
+    model.generation_config.cache_implementation = None
+    assert torch.equal(got, model.generate(longer, **GREEDY))
+
+
+def test_an_assistant_whose_default_is_paged():
+    model, assistant = build("llama_gqa"), build("llama_mqa")
+    assistant.generation_config.cache_implementation = "paged"
+    ids = torch.tensor([prompts()[2]])
+    for extra in ({}, PAGED):
+        out = model.generate(ids, assistant_model=assistant, **GREEDY, **extra)
+        assert out[0, 33:].tolist() == oracles("llama_gqa")[2][:NEW]
+
+
+def test_a_saved_generation_config_keeps_its_cache_settings(tmp_path):
+    config = GenerationConfig(**PAGED, cache_config=hf_paged.PagedCacheConfig(block_size=4, num_blocks=7))
+    config.save_pretrained(tmp_path)
+    loaded = GenerationConfig.from_pretrained(tmp_path)
+    assert loaded.cache_implementation == "paged"
+    assert hf_paged.PagedCacheConfig.from_any(loaded.cache_config) == config.cache_config
+
+
+def test_columns_that_a_model_puts_before_the_prompt(batch):
+    # As prompt tuning does: embeddings of its own before the padded prompt, all of them real.
+    model = build("llama_gqa")
+    virtual = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(3))
+    prepare = model.prepare_inputs_for_generation
+
+    def prepare_inputs_for_generation(*args, **kwargs):
+        inputs = prepare(*args, **kwargs)
+        mask = inputs["attention_mask"]
+        inputs["attention_mask"] = torch.cat([torch.ones(len(mask), 6, dtype=mask.dtype), mask], dim=1)
+        inputs["position_ids"] = None
+        if inputs["past_key_values"].get_seq_length() == 0:
+            embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+            inputs["inputs_embeds"] = torch.cat([virtual.expand(len(embeds), -1, -1), embeds], dim=1)
+        return inputs
+
+    model.prepare_inputs_for_generation = prepare_inputs_for_generation
+    want = model.generate(batch[0], attention_mask=batch[1], **GREEDY)
+    assert torch.equal(model.generate(batch[0], attention_mask=batch[1], **GREEDY, **PAGED), want)
+
+
+def test_negative_prompts_are_not_moved_with_the_prompt():
+    model = shared("llama_gqa")
+    negative, negative_mask = padded(prompts((4, 7, 9, 33)))
+    settings = {"guidance_scale": 1.7, "negative_prompt_ids": negative, "negative_prompt_attention_mask": negative_mask}
+    texts = []
+    for side, extra in (("left", {}), ("left", PAGED), ("right", PAGED)):
+        ids, mask = padded(prompts(), side)
+        texts.append(model.generate(ids, attention_mask=mask, **settings, **GREEDY, **extra)[:, 33:].tolist())
+    assert texts[1] == texts[0] and texts[2] == texts[0]

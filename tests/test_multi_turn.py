@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from tiny_models import assert_same_text, oracle, padded, prompts, shared
+from tiny_models import assert_same_text, build, oracle, padded, prompts, shared
 
 import hf_paged
 from hf_paged import attention
@@ -150,8 +150,110 @@ def test_masks_that_show_padding_which_was_not_kept():
     text, mask = padded(prompts())
     cache = hf_paged.PagedCache(model.config)
     out = run(model, text, cache, mask)
-    with pytest.raises(ValueError, match="row 0.* 28 columns are padding"):
-        run(model, torch.cat([out, torch.full((4, 1), 9)], dim=1), cache, ones(4, 41))
+    longer = torch.cat([out, torch.full((4, 1), 9)], dim=1)
+    # generate knows what the cache was made of, and computes anew what the mask now shows
+    want = model.generate(longer, attention_mask=ones(4, 41), max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(run(model, longer, cache, ones(4, 41)), want)
+    for attn in ("hf_paged", "dense"):
+        model = build("llama_gqa", attn="hf_paged")
+        cache = hf_paged.PagedCache(model.config)
+        run(model, text, cache, mask)
+        shown = ones(4, 40)
+        if attn == "dense":
+            shown[2, 20] = 0  # a hole sends attention to the dense path
+        with pytest.raises(ValueError, match="row 0.* 28 columns are padding"), torch.no_grad():
+            model(out[:, -1:], attention_mask=shown, past_key_values=cache)
+
+
+MASKS = {
+    "all real": lambda mask: None,
+    "padding": lambda mask: mask[:, :8].zero_(),
+    "a hole": lambda mask: mask[:, 10:14].zero_(),
+    "right padding": lambda mask: mask[:, -3:].zero_(),
+}
+
+
+@pytest.mark.parametrize("second", MASKS)
+@pytest.mark.parametrize("first", MASKS)
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_swa"])
+def test_the_same_tokens_under_another_mask(name, first, second):
+    model, text = shared(name), torch.tensor([prompts()[2]])
+    cache = hf_paged.PagedCache(model.config, {"block_size": 4})
+    for step, change in enumerate((first, second)):
+        mask = ones(1, 33)
+        MASKS[change](mask)
+        ids = torch.cat([text, torch.full((1, 2 * step), 9)], dim=1)
+        mask = torch.cat([mask, ones(1, 2 * step)], dim=1)
+        got = run(model, ids, cache, mask)[0, ids.shape[1] :].tolist()
+        assert got == oracle(model, ids[mask.bool()].tolist(), NEW), f"call {step + 1}"
+
+
+def test_other_inputs_than_tokens_are_not_taken_for_the_same():
+    model, text = shared("llama_gqa"), torch.tensor([prompts()[2]])
+    cache = hf_paged.PagedCache(model.config)
+    run(model, text, cache)
+    positions = {"position_ids": torch.arange(33)[None] * 3}
+    want = model.generate(text, max_new_tokens=NEW, do_sample=False, **positions)
+    assert torch.equal(run(model, text, cache, **positions), want)
+    assert torch.equal(run(model, text, cache), plain(model, text))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("operation", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_a_cache_whose_rows_were_moved_goes_on(operation, side):
+    model = shared("llama_gqa")
+    text, mask = padded(prompts((5, 17, 12)), side)
+    cache = hf_paged.PagedCache(model.config)
+    out = run(model, text, cache, mask)
+    index = {"reorder_cache": [2, 0, 1], "batch_select_indices": [1, 2], "batch_repeat_interleave": [0, 0, 1, 1, 2, 2]}
+    index = index[operation]
+    getattr(cache, operation)(2 if operation == "batch_repeat_interleave" else torch.tensor(index))
+    longer = torch.cat([out[index], torch.tensor([[9, 8, 7]] * len(index))], dim=1)
+    mask = torch.cat([mask[index], ones(len(index), NEW + 3)], dim=1)
+    got = run(model, longer, cache, mask)[:, longer.shape[1] :].tolist()
+    assert got == [oracle(model, row[real.bool()].tolist(), NEW) for row, real in zip(longer, mask, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3", "qwen3_next"])
+def test_a_call_that_was_interrupted_can_be_repeated(name):
+    model = shared(name)
+    cache = hf_paged.PagedCache(model.config)
+    out = run(model, torch.tensor([prompts()[1]]), cache)
+    longer = torch.cat([out, torch.tensor([[9, 8, 7, 6]])], dim=1)
+    for after in (0, 3):
+        calls = []
+
+        def interrupt(*_, calls=calls, after=after):
+            calls.append(1)
+            if len(calls) > after:
+                raise KeyboardInterrupt
+
+        handle = model.model.layers[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, longer, cache)
+        handle.remove()
+        cache.check_integrity()
+        assert torch.equal(run(model, longer, cache), plain(model, longer))
+
+
+def test_embeddings_of_the_whole_text_over_a_cache():
+    model = shared("llama_gqa")
+    embed = model.get_input_embeddings()
+    text, mask = padded(prompts((5, 17, 12)))
+    cache = hf_paged.PagedCache(model.config)
+    out = run(model, text, cache, mask)
+    said, said_mask = padded([[9, 8, 7], [5], [3, 4]])
+    longer, mask = torch.cat([out, said], dim=1), torch.cat([mask, ones(3, NEW), said_mask], dim=1)
+    got = model.generate(
+        inputs_embeds=embed(longer).detach(),
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+    )
+    assert got.tolist() == [
+        oracle(model, row[real.bool()].tolist(), NEW) for row, real in zip(longer, mask, strict=True)
+    ]
 
 
 def test_cache_that_generate_returned_goes_on():
