@@ -78,6 +78,8 @@ def hf_paged_mask(**mask_kwargs):
         mask = eager_mask(**mask_kwargs)
         if mask is None:
             return None
+    else:
+        switches.causal_mask_made(mask_kwargs["attention_mask"])
     lazy = LazyMask(pattern, mask_kwargs, lambda name: _mask_function(name)(**mask_kwargs))
     lazy._dense = mask
     return lazy

@@ -104,6 +104,17 @@ class PagedCache(DynamicCache):
             twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            "a PagedCache cannot be pickled: its blocks may be shared with other caches; build a DynamicCache from "
+            "its layers' keys and values, or copy.deepcopy() it within the process"
+        )
+
+    def offload(self, *args, **kwargs) -> None:
+        raise NotImplementedError("offloading a PagedCache is not supported; its blocks stay on the model's device")
+
+    prefetch = offload
+
     def __iter__(self) -> Iterator[tuple]:
         """Per layer: dense keys, dense values, and the window as a tensor or None."""
         for layer in self.layers:
@@ -163,16 +174,19 @@ class PagedCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget the content, as the installed DynamicCache does, and give the blocks back."""
-        keeps_length = False
+        emptied = []
         for layer in self.paged_layers:
             twin = layer.twin()
             if twin.is_initialized:
                 twin.keys = twin.values = torch.zeros(twin.keys.shape)
             twin.reset()
-            keeps_length |= twin.get_seq_length() > 0
-        if keeps_length:  # transformers 5.17: zeroed, of the same length
-            for rows in self._pools.rows.values():
-                rows.zero()
+            if layer.rows is None or not twin.get_seq_length():
+                emptied.append(layer)
+        kept = {layer.rows for layer in self.paged_layers if layer not in emptied}
+        for rows in kept:  # transformers 5.17 keeps the length of full-attention layers and zeroes them
+            rows.zero()
+        if kept:
+            self._empty_layers([layer for layer in emptied if layer.rows not in kept])
         else:
             self._empty_rows()
         for layer in self._others():
@@ -186,12 +200,16 @@ class PagedCache(DynamicCache):
                 self.layers[index] = fresh
 
     def _empty_rows(self) -> None:
-        for rows in self._pools.rows.values():
-            rows.clear()
-        self._pools.rows.clear()
+        self._empty_layers(self.paged_layers)
         self._pools.row_starts, self._pools.shared_rows = None, 1
+
+    def _empty_layers(self, layers: list[PagedLayer]) -> None:
         self.history = None
-        for layer in self.paged_layers:
+        for key, rows in list(self._pools.rows.items()):
+            if not rows.lengths or any(layer.rows is rows for layer in layers):
+                rows.clear()
+                del self._pools.rows[key]
+        for layer in layers:
             layer.forget()
 
     def _select(self, index: torch.Tensor) -> None:

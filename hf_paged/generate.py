@@ -25,7 +25,7 @@ from .config import PagedCacheConfig
 from .history import remember, rewind, settle, takes_more, usable_past
 from .padding import Compaction
 from .row_processors import for_each_row
-from .switch import NAME, switches
+from .switch import switches
 
 _IMPLEMENTATION = "paged"
 # In other modes, beam search above all, a cache's rows do not end as the texts that are returned.
@@ -67,9 +67,17 @@ class _PagedCall:
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             self.mask = mask
         if self.cache.get_seq_length() == 0:
-            # A model with attention of its own may look at padding, so there it is kept.
-            masked = model.config.get_text_config(decoder=True)._attn_implementation == NAME
-            self.cache.expect(attention_mask=self.mask if masked else None, shared_rows=self.copies)
+            self.cache.expect(shared_rows=self.copies)
+            if self.mask is not None:
+                switches.on_causal_mask(self._leave_padding_out)
+
+    def _leave_padding_out(self, attention_mask: torch.Tensor | None) -> None:
+        # Only now is it sure that the model's attention skips the padding: one of its own may look at it, and a model
+        # that puts columns of its own before the prompt has another mask.
+        if attention_mask is None or attention_mask.shape[1] > self.mask.shape[1]:
+            return
+        if torch.equal(attention_mask.bool(), self.mask[:, : attention_mask.shape[1]].to(attention_mask.device).bool()):
+            self.cache.expect(attention_mask=self.mask, shared_rows=self.copies)
 
 
 @contextlib.contextmanager
@@ -102,6 +110,10 @@ def _wrap_generate(original):
         if not requested and given is None:
             with _running(None):
                 return original(self, inputs, generation_config, *args, **kwargs)
+        if given is not None and kwargs.get("cache_config") is not None:
+            raise ValueError(
+                "cache_config configures a new cache, but past_key_values passes one: use only one of the two"
+            )
         call = _PagedCall(self, given)
         if requested:
             config = PagedCacheConfig.from_any(_setting("cache_config", self, generation_config, kwargs))
@@ -117,12 +129,13 @@ def _wrap_generate(original):
             compaction, inputs, kwargs = _arrange(inputs, kwargs, given)
         weights = bool(_setting("output_attentions", self, generation_config, kwargs))
         attention = (given or call.new_cache).knows_every_layer
+        entry_length = 0 if given is None else given.get_seq_length()
         try:
             with _running(call), switches.switched(self, attention, weights):
                 result = original(self, inputs, generation_config, *args, **kwargs)
         except BaseException:
             if given is not None:
-                settle(given)
+                settle(given, entry_length)
             raise
         if call.cache is None:
             raise NotImplementedError(
@@ -148,6 +161,9 @@ def _arrange(inputs, kwargs: dict, cache: PagedCache | None) -> tuple[Compaction
     is_ids = isinstance(prompt, torch.Tensor) and prompt.dim() == 2 and kwargs.get("inputs_embeds") is None
     if is_ids and prompt.shape[1] == 0:
         raise ValueError(f"input_ids {tuple(prompt.shape)} hold an empty prompt: there is nothing to continue")
+    mask = kwargs.get("attention_mask")
+    if is_ids and isinstance(mask, torch.Tensor) and mask.shape[0] != prompt.shape[0]:
+        raise ValueError(f"attention_mask has {mask.shape[0]} rows and input_ids {prompt.shape[0]}")
     past, order = 0 if cache is None else cache.get_seq_length(), None
     if past and is_ids:
         past, order = usable_past(cache, prompt, kwargs.get("attention_mask"))

@@ -167,12 +167,15 @@ def _common_columns(history: TokenHistory, input_ids: torch.Tensor, attention_ma
     return int(first[0, 0]) if len(first) else common
 
 
-def settle(cache: PagedCache) -> None:
-    """After a call that failed: bring every layer back to columns that all hold and whose tokens are known."""
+def settle(cache: PagedCache, entry_length: int) -> None:
+    """After a call that failed: bring every layer back to columns that all hold and whose tokens are known.
+
+    Args:
+        entry_length: columns that the cache held before the call.
+    """
     lengths = [layer.get_seq_length() for layer in cache.paged_layers]
     length = min(lengths, default=0)
-    if cache.history is not None:
-        length = min(length, cache.history.length)
+    length = min(length, entry_length if cache.history is None else cache.history.length)
     try:
         if len(cache.paged_layers) < len(cache.layers) or not cache.cut(length):
             cache.clear()

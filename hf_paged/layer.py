@@ -186,6 +186,8 @@ class PagedLayer(CacheLayerMixin):
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             self._check_fit(key_states, value_states)
+            new_dtypes = (key_states.dtype, value_states.dtype)
+            self._dtypes = tuple(torch.promote_types(*both) for both in zip(self._dtypes, new_dtypes, strict=True))
             kv_length, kv_offset = self.get_mask_sizes(num_columns)
             if num_columns == 0:
                 return tuple(self.gather(which, kv_offset, kv_offset + kv_length) for which in (0, 1))

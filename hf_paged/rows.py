@@ -233,12 +233,15 @@ class Rows:
     def zero(self) -> None:
         """Keep the lengths and make every stored token zero, in blocks of this cache's own."""
         with self.pool.lock:
-            manager = self.pool.manager
+            manager, size = self.pool.manager, self.pool.block_size
+            counts = [manager.num_tokens(request_id) for request_id in self.request_ids]
+            shared = {b for request in self.request_ids for b in manager.block_table(request) if b >= 0}
+            freed = sum(set(self.request_ids) >= manager.requests_of(block) for block in shared)
+            self.pool.ensure_available(sum(-(-count // size) for count in counts) - freed)
             for request_id in self.request_ids:
-                num_tokens = manager.num_tokens(request_id)
                 manager.free_request(request_id)
-                self.pool.ensure_available(-(-num_tokens // self.pool.block_size))
-                self.pool.zero_blocks(manager.allocate_request(request_id, num_tokens))
+            for request_id, count in zip(self.request_ids, counts, strict=True):
+                self.pool.zero_blocks(manager.allocate_request(request_id, count))
             self._reset_tables()
 
     def fork(self) -> Rows:

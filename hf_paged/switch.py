@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -40,6 +41,17 @@ class _Switches:
         """Whether the paged call of this thread returns attention weights, which only dense attention has."""
         return getattr(self._local, "weights", False)
 
+    def on_causal_mask(self, callback: Callable[[torch.Tensor | None], None] | None) -> None:
+        """Have `callback` called, once, with the 2D padding mask of the first causal mask that this thread makes."""
+        self._local.on_mask = callback
+
+    def causal_mask_made(self, attention_mask: torch.Tensor | None) -> None:
+        """Called by the mask function: the model of this thread's paged call masks what this mask says."""
+        callback = getattr(self._local, "on_mask", None)
+        if callback is not None:
+            self._local.on_mask = None
+            callback(attention_mask)
+
     @contextlib.contextmanager
     def switched(self, model: PreTrainedModel, attention: bool = True, weights: bool = False) -> Iterator[None]:
         """Run a paged call: the model in eval mode, with hf_paged attention where it takes it; then as before.
@@ -50,12 +62,13 @@ class _Switches:
         """
         self._enter(model, attention)
         self._local.depth = getattr(self._local, "depth", 0) + 1
-        outer, self._local.weights = self.wants_weights, weights
+        outer = self.wants_weights, getattr(self._local, "on_mask", None)
+        self._local.weights, self._local.on_mask = weights, None
         try:
             yield
         finally:
             self._local.depth -= 1
-            self._local.weights = outer
+            self._local.weights, self._local.on_mask = outer
             self._leave(model)
 
     def _enter(self, model: PreTrainedModel, attention: bool) -> None:

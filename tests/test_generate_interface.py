@@ -1,5 +1,7 @@
 """The ways into a paged generate, what it returns, and what it refuses (CASES B22, B23, B40)."""
 
+import pickle
+
 import pytest
 import torch
 from tiny_models import assert_rows_equal_prompts_alone, build, oracle, oracles, padded, prompts, shared
@@ -339,3 +341,32 @@ def test_negative_prompts_are_not_moved_with_the_prompt():
         ids, mask = padded(prompts(), side)
         texts.append(model.generate(ids, attention_mask=mask, **settings, **GREEDY, **extra)[:, 33:].tolist())
     assert texts[1] == texts[0] and texts[2] == texts[0]
+
+
+def test_settings_for_a_cache_that_is_passed_are_refused(batch):
+    model = shared("llama_gqa")
+    cache = hf_paged.PagedCache(model.config)
+    with pytest.raises(ValueError, match="cache_config configures a new cache"):
+        model.generate(batch[0], past_key_values=cache, cache_config={"block_size": 4}, **GREEDY)
+
+
+def test_a_mask_of_other_rows_is_refused(batch):
+    with pytest.raises(ValueError, match="attention_mask has 1 rows and input_ids 4"):
+        shared("llama_gqa").generate(batch[0], attention_mask=batch[1][2:3], **GREEDY, **PAGED)
+
+
+def test_what_a_cache_cannot_do_is_refused_by_name():
+    cache = hf_paged.PagedCache(shared("llama_gqa").config)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(cache)
+    for name in ("offload", "prefetch"):
+        with pytest.raises(NotImplementedError, match="offloading"):
+            getattr(cache, name)(0)
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama_gqa"])
+def test_padding_is_left_out_only_where_the_interface_masks_it(batch, name):
+    settings = {**GREEDY, **PAGED, "cache_config": {"block_size": 4}, "return_dict_in_generate": True}
+    out = shared(name).generate(batch[0], attention_mask=batch[1], **settings)
+    columns = [33] * 4 if name == "bloom" else [len(row) for row in prompts()]
+    assert out.past_key_values.stats().blocks_held == sum(-(-(count + NEW - 1) // 4) for count in columns)

@@ -236,6 +236,24 @@ def test_a_call_that_was_interrupted_can_be_repeated(name):
         assert torch.equal(run(model, longer, cache), plain(model, longer))
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_first_call_that_failed_can_be_repeated(layer, after):
+    model, cache, calls = shared("llama_gqa"), hf_paged.PagedCache(shared("llama_gqa").config), []
+    text = torch.tensor([prompts()[2]])
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) > after:
+            raise ZeroDivisionError
+
+    handle = model.model.layers[layer].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        run(model, text, cache)
+    handle.remove()
+    assert torch.equal(run(model, text, cache), plain(model, text))
+
+
 def test_embeddings_of_the_whole_text_over_a_cache():
     model = shared("llama_gqa")
     embed = model.get_input_embeddings()
