@@ -233,6 +233,7 @@ class Rows:
     def zero(self) -> None:
         """Keep the lengths and make every stored token zero, in blocks of this cache's own."""
         with self.pool.lock:
+            self.pool.collect()
             manager, size = self.pool.manager, self.pool.block_size
             counts = [manager.num_tokens(request_id) for request_id in self.request_ids]
             shared = {b for request in self.request_ids for b in manager.block_table(request) if b >= 0}
