@@ -16,7 +16,7 @@ from hf_paged import attention, layer
 
 NEW = 24
 REFUSED = {
-    "mamba": "no layer that keeps keys and values",
+    "mamba": "no layer that keeps plain keys and values",
     "minimax": "brings its own kind of cache",
 }
 TABLE = Table("models.md", ["model", "special", "result", "path"], [*FAMILIES, *MORE, *VISION])
