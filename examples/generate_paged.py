@@ -37,11 +37,13 @@ def main() -> None:
     )
     for text in tokenizer.batch_decode(paged.sequences, skip_special_tokens=True):
         print("  ", repr(text))
-    print("  ", paged.past_key_values.stats())
+    stats = paged.past_key_values.stats()
+    print(f"   {stats.blocks_held} blocks of 8 tokens, {stats.waste:.0%} of them empty")
     for prompt, row in zip(prompts, paged.sequences, strict=True):
         alone = tokenizer(prompt, return_tensors="pt")
         plain = model.generate(**alone, **settings)[0, alone["input_ids"].shape[1] :]
         assert torch.equal(row[batch["input_ids"].shape[1] :][: len(plain)], plain), prompt
+    print("   Each row equals plain generate of its prompt alone.")
 
     print("== One cache over two turns: the second computes only what is new")
     cache = hf_paged.PagedCache(model.config)

@@ -8,6 +8,7 @@ hf_paged attention reads the blocks in place, anything else gathers.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -53,6 +54,13 @@ class PagedCache(DynamicCache):
         if type(layer) is DynamicSlidingWindowLayer:
             return PagedLayer(self._pools, layer_idx, layer.sliding_window)
         return layer
+
+    def __repr__(self) -> str:
+        kinds = Counter(type(layer).__name__ for layer in self.layers)
+        layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        length = max((layer.get_seq_length() for layer in self.paged_layers), default=0)
+        size = self.cache_config.block_size
+        return f"PagedCache({layers}; {self.num_rows} rows of {length} columns, block_size={size})"
 
     @property
     def paged_layers(self) -> list[PagedLayer]:

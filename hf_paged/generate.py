@@ -107,7 +107,11 @@ def _wrap_generate(original):
         requested = _setting("cache_implementation", self, generation_config, kwargs) == _IMPLEMENTATION
         if given is not None and kwargs.get("cache_implementation") != _IMPLEMENTATION:
             requested = False  # a default gives way to the cache that the call brings
-        if not requested and given is None:
+        loads_code = isinstance(kwargs.get("custom_generate"), str)
+        if loads_code or (not requested and given is None):
+            # Code that is loaded gets all arguments and comes back here with its own call of generate.
+            if not requested and isinstance(kwargs.get("cache_config"), PagedCacheConfig):
+                raise ValueError("cache_config is a PagedCacheConfig, but cache_implementation is not 'paged'")
             with _running(None):
                 return original(self, inputs, generation_config, *args, **kwargs)
         if given is not None and kwargs.get("cache_config") is not None:
@@ -128,7 +132,7 @@ def _wrap_generate(original):
         if not self.config.is_encoder_decoder:
             compaction, inputs, kwargs = _arrange(inputs, kwargs, given)
         weights = bool(_setting("output_attentions", self, generation_config, kwargs))
-        attention = (given or call.new_cache).knows_every_layer
+        attention = (call.new_cache if given is None else given).knows_every_layer
         entry_length = 0 if given is None else given.get_seq_length()
         try:
             with _running(call), switches.switched(self, attention, weights):
@@ -193,10 +197,6 @@ def _refuse_what_cannot_be_paged(model, generation_config, kwargs: Mapping) -> N
     asked = kwargs["use_cache"] if "use_cache" in kwargs else getattr(generation_config, "use_cache", None)
     if asked is False:
         raise ValueError("cache_implementation='paged' needs a cache, but use_cache=False was given")
-    if isinstance(kwargs.get("custom_generate"), str):
-        raise NotImplementedError(
-            f"custom_generate={kwargs['custom_generate']!r} together with cache_implementation='paged' is not supported"
-        )
     if not model._supports_default_dynamic_cache():
         raise NotImplementedError(
             f"{type(model).__name__} brings its own kind of cache, so cache_implementation='paged' cannot serve it"

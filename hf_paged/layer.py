@@ -212,6 +212,7 @@ class PagedLayer(CacheLayerMixin):
                 raise ValueError(
                     f"{name}_states {tuple(states.shape)} do not fit layer {self.layer_idx} of this cache, which holds "
                     f"[batch={expected[0]}, num_kv_heads={expected[1]}, any, head_dim={dim}]"
+                    + ("; make a new PagedCache for another batch" if states.shape[0] != expected[0] else "")
                 )
             if torch.promote_types(states.dtype, key.dtype) != key.dtype or states.device != key.device:
                 raise ValueError(

@@ -214,7 +214,6 @@ REFUSED = [
     ({"cache_config": {"block_size": 0}}, ValueError, "block_size must be an integer >= 1, got 0"),
     ({"cache_config": 16}, ValueError, "cache_config"),
     ({"cache_config": {"kv_cache_dtype": "fp8_e4m3"}}, NotImplementedError, "fp8_e4m3"),
-    ({"custom_generate": "someone/decoding"}, NotImplementedError, "custom_generate"),
 ]
 
 
@@ -348,6 +347,17 @@ def test_settings_for_a_cache_that_is_passed_are_refused(batch):
     cache = hf_paged.PagedCache(model.config)
     with pytest.raises(ValueError, match="cache_config configures a new cache"):
         model.generate(batch[0], past_key_values=cache, cache_config={"block_size": 4}, **GREEDY)
+    with pytest.raises(ValueError, match="cache_implementation is not 'paged'"):
+        model.generate(batch[0], cache_config=hf_paged.PagedCacheConfig(), **GREEDY)
+
+
+def test_another_batch_needs_another_cache(batch):
+    model = shared("llama_gqa")
+    cache = hf_paged.PagedCache(model.config)
+    model.generate(batch[0][:1], attention_mask=batch[1][:1], past_key_values=cache, **GREEDY)
+    longer = torch.nn.functional.pad(batch[0], (0, NEW), value=9)
+    with pytest.raises(ValueError, match="batch=1.*make a new PagedCache"):
+        model.generate(longer, attention_mask=torch.ones_like(longer), past_key_values=cache, **GREEDY)
 
 
 def test_a_mask_of_other_rows_is_refused(batch):

@@ -102,11 +102,11 @@ MODES = {
     "pad_token_id absent": {"pad_token_id": None, "eos_token_id": [17, 18, 19, 20, 21]},
     "output_attentions, output_hidden_states": {**SCORES, "output_attentions": True, "output_hidden_states": True},
     "streamer": {"streamed": True, "alone": True},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 2},
     "callable custom_generate": {"custom_generate": own_loop},
 }
 REFUSED = {
     "use_cache=False": ({"use_cache": False}, ValueError, "use_cache=False"),
-    "string custom_generate": ({"custom_generate": "someone/loop"}, NotImplementedError, "someone/loop"),
     "past_key_values beside it": ({"cache": True}, ValueError, "only one of the two"),
     "contrastive search (needs code from the Hub)": ({"penalty_alpha": 0.6, "top_k": 4}, None, None),
     "group beam search (needs code from the Hub)": ({"num_beams": 4, "num_beam_groups": 2}, None, None),
@@ -290,6 +290,19 @@ def test_the_callers_temperature_counts_and_not_the_models():
     model = build("llama_gqa")
     model.generation_config.temperature, model.generation_config.do_sample = 0.01, True
     compare(*(run(model, {**SAMPLE, "temperature": 1.5}, paged)[0] for paged in (True, False)))
+
+
+def test_custom_generate_that_is_loaded(tmp_path):
+    folder = tmp_path / "custom_generate"
+    folder.mkdir()
+    code = "def generate(model, **kwargs):\n    kwargs['max_new_tokens'] = 3\n    return model.generate(**kwargs)\n"
+    (folder / "generate.py").write_text(code, encoding="utf-8")
+    settings = {"custom_generate": str(tmp_path), "trust_remote_code": True}
+    want, got = (run(model_of("llama_gqa"), settings, paged)[0] for paged in (False, True))
+    assert got.shape[1] == 36 and torch.equal(got, want)
+    ids, mask = padded(prompts())
+    call = {"attention_mask": mask, "cache_implementation": "paged", "return_dict_in_generate": True, **settings}
+    assert isinstance(model_of("llama_gqa").generate(ids, **call).past_key_values, hf_paged.PagedCache)
 
 
 def test_stop_strings(demo_model):
