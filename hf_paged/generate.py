@@ -146,9 +146,10 @@ def _wrap_generate(original):
                 f"{type(self).__name__} prepares its own cache for generation, which "
                 "cache_implementation='paged' cannot replace"
             )
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        if call.one_text_a_row and kwargs.get("inputs_embeds") is None:
-            remember(call.cache, sequences, call.mask, compaction.order, takes_more(kwargs))
+        if not self.config.is_encoder_decoder:
+            sequences = result if isinstance(result, torch.Tensor) else result.sequences
+            told = call.one_text_a_row and kwargs.get("inputs_embeds") is None
+            remember(call.cache, sequences if told else None, call.mask, compaction.order, takes_more(kwargs))
         return compaction.undo(result)
 
     return generate

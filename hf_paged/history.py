@@ -39,6 +39,7 @@ class TokenHistory:
 
     @property
     def length(self) -> int:
+        """Columns whose tokens are known."""
         return self.token_ids.shape[1]
 
     def first(self, columns: int) -> TokenHistory:
@@ -60,23 +61,35 @@ def takes_more(kwargs: Mapping) -> bool:
 
 
 def remember(
-    cache: PagedCache, sequences: torch.Tensor, mask: torch.Tensor | None, order: torch.Tensor | None, has_more: bool
+    cache: PagedCache,
+    sequences: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    order: torch.Tensor | None,
+    has_more: bool,
 ) -> None:
-    """Note the tokens of a cache after `generate` returned `sequences` (as the model saw them).
+    """Note the tokens of a cache after a `generate` call.
 
     Args:
-        mask: `[batch, prompt columns]` as the model saw it; None where every column was real.
+        sequences: `[rows, columns]` as the model saw them; None where the cache's rows do not hold the returned texts
+            (beams) or more than tokens went in, so that only the order of the columns is known.
+        mask: `[rows, prompt columns]` as the model saw it; None where every column was real.
+        order: `[prompts, prompt columns]`, how those were moved, or None.
+        has_more: whether more than tokens and a mask went in.
     """
     earlier, cache.history = cache.history, None
-    length = cache.get_seq_length()
-    if not 0 < length <= sequences.shape[1] or cache.num_rows != sequences.shape[0]:
+    length, rows = cache.get_seq_length(), cache.num_rows
+    known = sequences is not None and 0 < length <= sequences.shape[1] and rows == sequences.shape[0]
+    if not known and order is None:
         return
-    real = torch.ones(sequences.shape[0], length, dtype=torch.bool, device=sequences.device)
-    if mask is not None and mask.shape[0] == len(real):
+    real = torch.ones(rows, length, dtype=torch.bool)
+    if mask is not None and mask.shape[0] == rows:
         columns = min(length, mask.shape[1])
-        real[:, :columns] = mask[:, :columns].to(real.device).bool()
+        real[:, :columns] = mask[:, :columns].cpu().bool()
+    if order is not None:
+        order = order.repeat_interleave(rows // len(order), dim=0)
+    token_ids = sequences[:, :length].clone() if known else torch.empty(rows, 0, dtype=torch.int64)
     has_more = has_more or (earlier is not None and earlier.has_more)
-    cache.history = TokenHistory(sequences[:, :length].clone(), real, order, has_more)
+    cache.history = TokenHistory(token_ids, real, order, has_more)
 
 
 def usable_past(
@@ -101,13 +114,16 @@ def usable_past(
         order = order[:, :held]
         fits = not (order >= held).any()  # else the prompt, or a crop, ends inside what was moved
         was = cache.history.mask[:, :held]
-        now = torch.ones_like(was) if attention_mask is None else attention_mask.to(was.device).bool()
+        now = torch.ones_like(was)
+        fits = fits and (attention_mask is None or len(attention_mask) == len(order))
         if fits and attention_mask is not None:
-            now = now.gather(1, order.to(was.device))
+            now = attention_mask.to(was.device).bool().gather(1, order.to(was.device))
         fits = fits and torch.equal(now, was)  # what was moved together as padding must be padding still
     if fits and attention_mask is not None and not cache.sees_every_column:
         # A window counts columns, and a recurrent state has read them all: neither can skip masked ones.
-        mask = attention_mask if order is None else attention_mask.gather(1, continued(order, columns))
+        mask = attention_mask
+        if order is not None:
+            mask = mask.gather(1, continued(order.to(mask.device), columns))
         new = torch.sort(mask[:, past:].int(), dim=1).values  # as Compaction will move it
         fits = left_padding(torch.cat([mask[:, :past].int(), new], dim=1), columns) is not False
     if fits:

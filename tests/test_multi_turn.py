@@ -236,6 +236,33 @@ def test_a_call_that_was_interrupted_can_be_repeated(name):
         assert torch.equal(run(model, longer, cache), plain(model, longer))
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_several_samples_of_each_prompt_go_on(side):
+    model = shared("llama_gqa")
+    text, mask = padded(prompts((5, 17, 12)), side)
+    cache = hf_paged.PagedCache(model.config)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 2}
+    torch.manual_seed(0)
+    out = model.generate(text, past_key_values=cache, **call)
+    longer = torch.cat([out, torch.full((6, 2), 9)], dim=1)
+    mask = torch.cat([mask.repeat_interleave(2, dim=0), ones(6, NEW + 2)], dim=1)
+    got = run(model, longer, cache, mask)[:, longer.shape[1] :].tolist()
+    assert got == [oracle(model, row[real.bool()].tolist(), NEW) for row, real in zip(longer, mask, strict=True)]
+
+
+def test_a_cache_that_beams_have_used_is_known_no_longer():
+    model = shared("llama_gqa")
+    text, mask = padded(prompts((5, 17)), "right")
+    cache = hf_paged.PagedCache(model.config)
+    out = run(model, text, cache, mask, num_beams=3)
+    with pytest.raises(ValueError, match="no token is left to compute"):
+        run(model, text.repeat_interleave(3, dim=0), cache, mask.repeat_interleave(3, dim=0))
+    assert out.shape == (2, 17 + NEW)
+    cache.clear()
+    again = run(model, text, cache, mask)
+    assert again[:, 17:].tolist() == [oracle(model, row, NEW) for row in prompts((5, 17))]
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_first_call_that_failed_can_be_repeated(layer, after):
