@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -113,11 +114,13 @@ def test_plain_generate_in_another_thread_is_undisturbed(attn):
     threads = [threading.Thread(target=target) for target in (paged, paged, plain)]
     for thread in threads:
         thread.start()
-    stop.wait(4)
+    deadline = time.monotonic() + 120  # a busy machine is not a failure
+    while min(rounds) < 3 and not failures and time.monotonic() < deadline:
+        stop.wait(0.1)
     stop.set()
     for thread in threads:
         thread.join(60)
-    assert not failures and min(rounds) >= 2
+    assert not failures and min(rounds) >= 3
     assert model.config._attn_implementation == attn and not switches.active
 
 
