@@ -189,7 +189,8 @@ def test_a_layer_not_yet_fed_after_a_reset_is_empty(family):
     assert cache.get_seq_length(1) == 0
     assert cache.get_mask_sizes(4, 1) == (4, 0)
     assert cache.layers[1].keys is None and not cache.layers[1].is_initialized
-    assert "length=0" in repr(cache)
+    assert "length=0" in repr(cache.layers[1])
+    assert repr(cache) == "PagedCache(3 PagedLayer; 2 rows of 4 columns, block_size=16)"
     cache.crop(-1)
     assert [cache.get_seq_length(index) for index in range(3)] == [3, 0, 0]
 
