@@ -32,6 +32,9 @@ _WITHOUT_EFFECT = frozenset(
     "block_sequence_ids deterministic".split()
 )
 
+# What the paged operators know besides.
+_BY_OPERATORS = _WITHOUT_EFFECT | {"softcap", "s_aux", "sliding_window", "is_causal"}
+
 calls = Counter()  # how often attention went "paged", "dense" (gathered K/V) or "uncached"
 
 
@@ -137,8 +140,7 @@ def _is_paged(module, query, key, value, mask, dropout, kwargs) -> bool:
     is_causal = kwargs.get("is_causal")
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         return False
-    known = _WITHOUT_EFFECT | {"softcap", "s_aux", "sliding_window", "is_causal"}
-    if any(argument is not None and name not in known for name, argument in kwargs.items()):
+    if any(argument is not None and name not in _BY_OPERATORS for name, argument in kwargs.items()):
         return False
     if mask is None:  # to eager attention that means every key, to sdpa a causal mask
         return query.shape[2] == 1 or switches.before(getattr(module, "config", None)) != "eager"

@@ -99,9 +99,6 @@ class KVPool:
         self.expected_layers = 0  # layers that will probably join, for which room to grow is left
         self._orphans: deque = deque()  # requests whose owner was collected, freed at the next safe moment
 
-    def __contains__(self, layer_idx: int) -> bool:
-        return layer_idx in self._caches
-
     def add_layer(self, layer_idx: int) -> None:
         """Make the tensors of a layer, as many blocks as the pool has.
 

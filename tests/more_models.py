@@ -9,22 +9,10 @@ from __future__ import annotations
 import functools
 
 import torch
-from tiny_models import VOCAB, padded, widen
+from tiny_models import BASE, VOCAB, padded, widen
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
-_LLAMA = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+_LLAMA = {**BASE, "num_hidden_layers": 2}
 _MHA = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 _SPECIAL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _GPT = {**_SPECIAL, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": False}

@@ -16,7 +16,7 @@ VOCAB = 199
 PROMPT_LENGTHS = (5, 17, 33, 12)
 TIE = 1e-3
 
-_BASE = {
+BASE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -33,7 +33,7 @@ _GPT_NAMES = {"vocab_size": VOCAB, "n_layer": 3, "n_head": 4, "tie_word_embeddin
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _TWO_SLIDING_ONE_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 
-# name -> (model type, settings that differ from _BASE)
+# name -> (model type, settings that differ from BASE)
 FAMILIES = {
     "llama_gqa": ("llama", {}),
     "llama_mqa": ("llama", {"num_key_value_heads": 1}),
@@ -131,7 +131,7 @@ PAGED_FAMILIES = [name for name in FAMILIES if name not in ("bloom", "deepseek_v
 def config(name: str, **changes):
     """Config of a family, with settings changed."""
     model_type, settings = FAMILIES[name]
-    base = _SPECIAL if model_type in ("gpt2", "bloom") else _BASE
+    base = _SPECIAL if model_type in ("gpt2", "bloom") else BASE
     return CONFIG_MAPPING[model_type](**{**base, **settings, **changes})
 
 
