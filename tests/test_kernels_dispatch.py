@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hf_paged_kernels as kernels
+from hf_paged_kernels import dispatch
 
 
 def arguments():
@@ -62,6 +63,7 @@ WRONG = [
     ("paged_decode", "query", torch.randn(3, 4, 6), "[3, 4, 6]"),
     ("paged_decode", "max_seq_len", -1, "-1"),
     ("paged_decode", "seq_lens", torch.tensor([9, 3], dtype=int32), "9"),
+    ("paged_decode", "block_tables", torch.tensor([[2, -1], [1, -1]], dtype=int32), "-1 in entry 1 of sequence 0"),
     ("paged_prefill", "query_start_loc", torch.zeros(2, dtype=int32), "[2]"),
     ("paged_prefill", "query_start_loc", torch.tensor([0, 2, 1], dtype=int32), "[0, 2, 1]"),
     ("paged_prefill", "query_start_loc", torch.tensor([0, 1, 9], dtype=int32), "[0, 1, 9]"),
@@ -111,26 +113,35 @@ def test_counts_say_which_operators_ran():
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A second backend, which answers every operator with its own name."""
-    functions = {op: lambda *args, **options: "fake" for op in kernels.OPS}
+    """One backend more, whose attention is 7 everywhere and which writes nothing."""
+    functions = {op: lambda query, *args, **options: torch.full((2, 4, 5), 7.0) for op in ATTENTION}
+    functions |= {op: lambda *args: None for op in kernels.OPS if op not in ATTENTION}
     monkeypatch.setitem(kernels.BACKENDS, "fake", SimpleNamespace(**functions))
 
 
+def is_fake(result):
+    return bool((result == 7).all())
+
+
 def test_backend_overrides_the_choice_and_puts_it_back(fake):
-    assert isinstance(call("paged_decode"), torch.Tensor)
+    assert not is_fake(call("paged_decode"))
     with kernels.backend("fake"):
-        assert call("paged_decode") == call("paged_prefill") == "fake"
+        assert is_fake(call("paged_decode")) and is_fake(call("paged_prefill"))
         with kernels.backend("reference"):
-            assert isinstance(call("paged_prefill"), torch.Tensor)
-        assert call("paged_decode") == "fake"
+            assert not is_fake(call("paged_prefill"))
+        assert is_fake(call("paged_decode"))
     with pytest.raises(KeyError), kernels.backend("fake"):
         raise KeyError
-    assert isinstance(call("paged_decode"), torch.Tensor)
+    assert not is_fake(call("paged_decode"))
 
 
-def test_an_unknown_backend_is_refused_at_once(fake):
-    with pytest.raises(ValueError, match=r"backend: expected one of \['fake', 'reference'\], got 'cuda'"):
+def test_an_unknown_backend_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(dispatch, "BACKENDS", {"reference": None})
+    monkeypatch.setattr(dispatch, "MISSING", {"c": "not built"})
+    with pytest.raises(ValueError, match=r"backend: expected one of \['reference'\], got 'cuda'"):
         kernels.backend("cuda")
+    with pytest.raises(ValueError, match=r"got 'c' \(not built\)"):
+        kernels.backend("c")
 
 
 def test_backend_holds_in_its_own_thread_only(fake):
@@ -148,7 +159,7 @@ def test_backend_holds_in_its_own_thread_only(fake):
             thread.start()
         for thread in threads:
             thread.join()
-    assert seen["fake"] == "fake" and isinstance(seen["reference"], torch.Tensor)
+    assert is_fake(seen["fake"]) and not is_fake(seen["reference"])
 
 
 def test_counts_miss_no_call_of_any_thread(fake):
@@ -166,11 +177,32 @@ def test_counts_miss_no_call_of_any_thread(fake):
     assert kernels.op_calls()["copy_blocks"] == 800
 
 
-def test_describe_says_what_runs_and_why(fake):
-    assert "known backends: fake, reference" in kernels.describe()
-    assert "cpu: reference for float32, bfloat16, float16, float64 (plain torch" in kernels.describe()
+def test_the_choice_by_device_dtype_and_head_size(monkeypatch):
+    monkeypatch.setattr(dispatch, "BACKENDS", dict.fromkeys(("reference", "c", "triton")))
+    cpu, cuda, mps = (torch.device(name) for name in ("cpu", "cuda", "mps"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert kernels.choose(cpu, dtype, 576)[0] == "c"
+        assert kernels.choose(cuda, dtype, 256)[0] == "triton"
+        assert kernels.choose(cuda, dtype, 257)[0] == "reference"
+        assert kernels.choose(mps, dtype, 64)[0] == "reference"
+    for device in (cpu, cuda):
+        assert kernels.choose(device, torch.float64, 64) == (
+            "reference",
+            "plain torch: the kernels accumulate in float32",
+        )
+    monkeypatch.setattr(dispatch, "BACKENDS", {"reference": None})
+    monkeypatch.setattr(dispatch, "MISSING", {"c": "not built", "triton": "not installed"})
+    assert kernels.choose(cpu, torch.float32, 64) == ("reference", "plain torch: not built")
+    assert kernels.choose(cuda, torch.float32, 64) == ("reference", "plain torch: not installed")
+
+
+def test_describe_says_what_runs_and_why(fake, monkeypatch):
+    assert "known backends: " in kernels.describe() and "fake, reference" in kernels.describe()
+    assert "cpu: reference for float64 (plain torch: the kernels accumulate in float32)" in kernels.describe()
     with kernels.backend("fake"):
         assert "cpu: fake for float32, bfloat16, float16, float64 (forced by" in kernels.describe()
+    monkeypatch.setitem(dispatch.MISSING, "other", "no compiler")
+    assert "not here: other (no compiler)" in kernels.describe()
 
 
 def test_the_operators_import_torch_and_the_standard_library_only():

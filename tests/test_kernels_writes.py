@@ -8,6 +8,12 @@ import hf_paged_kernels as kernels
 NAN = float("nan")
 
 
+@pytest.fixture(autouse=True, params=[name for name in ("reference", "c") if name in kernels.BACKENDS])
+def each_backend(request):
+    with kernels.backend(request.param):
+        yield
+
+
 @pytest.mark.parametrize("slots", [[5, 0, 23, 11], [-1, 7, -1, 2], [3, -1, -1, -1], [-1] * 4, []])
 def test_reshape_and_cache(slots):
     num_tokens = len(slots)

@@ -10,18 +10,15 @@ is the id of the block that holds positions b * block_size and on of sequence s;
 where nothing attends. Lengths, starts and windows count tokens. Every tensor lies on the caches' device. No
 operator records autograd.
 
-A backend is a module with the functions of `OPS`, whose arguments it may trust: add it to `BACKENDS` and to
-`choose`. `reference` says what they mean.
+The operators are also `torch.ops.hf_paged.*` (see `ops`, which has no checks), so that torch.compile sees through.
+`dispatch` has the backends and the choice among them; `reference` says what each operator means.
 """
-
-import threading
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 
-from . import reference
-from .checks import DTYPES, check_attention, check_copying, check_writing
+from .checks import check_attention, check_copying, check_writing
+from .dispatch import BACKENDS, OPS, backend, choose, describe
+from .ops import call, op_calls, reset_op_calls
 from .reference import slot_ids
 
 __all__ = [
@@ -39,76 +36,6 @@ __all__ = [
     "slot_ids",
 ]
 
-OPS = ("reshape_and_cache", "paged_decode", "paged_prefill", "copy_blocks")
-BACKENDS = {"reference": reference}
-
-_forced: ContextVar[str | None] = ContextVar("hf_paged_kernels_backend", default=None)
-_calls = dict.fromkeys(OPS, 0)
-_calls_lock = threading.Lock()
-
-
-# -- which backend ---------------------------------------------------------------------------------
-
-
-def choose(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The backend for caches of this device and dtype, and why."""
-    forced = _forced.get()
-    if forced is not None:
-        return forced, f"forced by backend({forced!r})"
-    return "reference", "plain torch, the only backend so far"
-
-
-def backend(name: str):
-    """Context manager: every operator called inside it, in this thread or task, runs on this backend."""
-    if name not in BACKENDS:
-        raise ValueError(f"backend: expected one of {sorted(BACKENDS)}, got {name!r}")
-    return _force(name)
-
-
-@contextmanager
-def _force(name: str):
-    token = _forced.set(name)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-
-
-def describe() -> str:
-    """What runs where, and why, a line for each kind of device."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    lines = [f"hf_paged_kernels: known backends: {', '.join(sorted(BACKENDS))}"]
-    for device in devices:
-        chosen = {dtype: choose(torch.device(device), dtype) for dtype in DTYPES}
-        for name, why in sorted(set(chosen.values())):
-            dtypes = [str(dtype).removeprefix("torch.") for dtype in DTYPES if chosen[dtype] == (name, why)]
-            lines.append(f"{device}: {name} for {', '.join(dtypes)} ({why})")
-    return "\n".join(lines)
-
-
-def op_calls() -> dict[str, int]:
-    """How often each operator ran in this process since the last reset (a replayed graph is not seen)."""
-    with _calls_lock:
-        return dict(_calls)
-
-
-def reset_op_calls() -> None:
-    """Set every count of `op_calls` to 0."""
-    with _calls_lock:
-        _calls.update(dict.fromkeys(OPS, 0))
-
-
-def _run(op: str, tensors: tuple, options: dict | None = None):
-    """Call an operator of the chosen backend and count it; the first tensor says device and dtype."""
-    name, _ = choose(tensors[0].device, tensors[0].dtype)
-    result = getattr(BACKENDS[name], op)(*tensors, **(options or {}))
-    with _calls_lock:
-        _calls[op] += 1
-    return result
-
-
-# -- operators -------------------------------------------------------------------------------------
-
 
 def reshape_and_cache(
     key: torch.Tensor,
@@ -124,7 +51,7 @@ def reshape_and_cache(
     slot_mapping  [T] int64: block_id * block_size + offset, each slot at most once; -1 writes nothing
     """
     check_writing(key, value, key_cache, value_cache, slot_mapping)
-    _run("reshape_and_cache", (key, value, key_cache, value_cache, slot_mapping))
+    call("reshape_and_cache", (key, value, key_cache, value_cache, slot_mapping))
 
 
 def paged_decode(
@@ -163,7 +90,8 @@ def paged_decode(
     options.update(seq_starts=seq_starts, return_lse=return_lse, max_seq_len=max_seq_len)
     tensors = (query, key_cache, value_cache, block_tables, seq_lens)
     check_attention(*tensors, **options)
-    return _run("paged_decode", tensors, options)
+    out, lse = call("paged_decode", tensors, tuple(options.values()))
+    return (out, lse) if return_lse else out
 
 
 def paged_prefill(
@@ -200,7 +128,8 @@ def paged_prefill(
     options.update(max_query_len=max_query_len)
     tensors = (query, key_cache, value_cache, block_tables)
     check_attention(*tensors, seq_lens, query_start_loc=query_start_loc, **options)
-    return _run("paged_prefill", (*tensors, query_start_loc, seq_lens), options)
+    out, lse = call("paged_prefill", (*tensors, query_start_loc, seq_lens), tuple(options.values()))
+    return (out, lse) if return_lse else out
 
 
 def copy_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -209,4 +138,4 @@ def copy_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, pairs: torch
     pairs  [N, 2] int64 block ids, no destination twice; chains and swaps are fine, every source is read first
     """
     check_copying(key_cache, value_cache, pairs)
-    _run("copy_blocks", (key_cache, value_cache, pairs))
+    call("copy_blocks", (key_cache, value_cache, pairs))

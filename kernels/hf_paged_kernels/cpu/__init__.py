@@ -1,0 +1,161 @@
+"""The operators in C with OpenMP, for CPUs: float32, bfloat16 and float16, accumulated in float32.
+
+Contract: a backend (see the package's `__init__`) whose arguments are already checked; here they become pointers,
+sizes and strides. The library is plain C (paged.c says how it works) and knows neither torch nor Python; it is
+optional, and `load` says why it is missing. It uses the OpenMP runtime that torch has loaded, and as many
+threads as `torch.get_num_threads()`; a result does not depend on how many.
+
+Table entries, lengths and slots that would lead outside the pool raise ValueError.
+"""
+
+import ctypes
+import struct
+from functools import cache
+from pathlib import Path
+
+import torch
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# The structs of paged.h and paged.c: every field has 8 bytes.
+_ATTENTION = struct.Struct("=25q2dq")
+_WRITING = struct.Struct("=16q")
+_FAULT = ctypes.c_int64 * 4
+
+
+# -- the library -----------------------------------------------------------------------------------
+
+
+@cache
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None, and in words what was found."""
+    files = sorted(Path(__file__).parent.glob("_paged*.so")) + sorted(Path(__file__).parent.glob("_paged*.pyd"))
+    if not files:
+        return None, "the C extension was not built (no C compiler at installation?)"
+    try:
+        library = ctypes.CDLL(str(files[0]))
+    except OSError as error:  # built for another platform, or no OpenMP runtime in this process
+        return None, f"the C extension does not load ({error})"
+    pointer, int64 = ctypes.c_void_p, ctypes.c_int64
+    library.hf_paged_attention.argtypes = [ctypes.c_char_p, pointer]
+    library.hf_paged_scratch_bytes.argtypes = [ctypes.c_char_p]
+    library.hf_paged_scratch_bytes.restype = int64
+    library.hf_paged_reshape_and_cache.argtypes = [ctypes.c_char_p, pointer]
+    library.hf_paged_copy_blocks.argtypes = [pointer] * 3 + [int64] * 5 + [pointer]
+    for function in (library.hf_paged_use, library.hf_paged_isa):
+        function.restype = ctypes.c_char_p
+    library.hf_paged_use.argtypes = [ctypes.c_char_p]
+    library.hf_paged_isa.argtypes = [ctypes.c_int]
+    return library, f"C with {library.hf_paged_use(None).decode()}"
+
+
+def instruction_sets() -> list[str]:
+    """Those that this processor can run, best first; the first is used."""
+    library, _ = load()
+    names = []
+    while library and (name := library.hf_paged_isa(len(names))):
+        names.append(name.decode())
+    return names
+
+
+def use_instruction_set(name: str | None = None) -> str:
+    """Choose one of `instruction_sets()` for every later call of the process, None the best; for tests."""
+    library, why = load()
+    if library is None:
+        raise RuntimeError(why)
+    used = library.hf_paged_use(None if name is None else name.encode())
+    if used is None:
+        raise ValueError(f"instruction set: expected one of {instruction_sets()}, got {name!r}")
+    return used.decode()
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping) -> None:
+    key, value, slot_mapping = _rows_adjacent(key), _rows_adjacent(value), slot_mapping.contiguous()
+    num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
+    size = key.itemsize
+    packed = _WRITING.pack(
+        key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(),
+        slot_mapping.shape[0], num_kv_heads, num_blocks, block_size,
+        head_dim * size, value_cache.shape[3] * size,
+        key.stride(0) * size, key.stride(1) * size, value.stride(0) * size, value.stride(1) * size,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    fault = _FAULT()
+    if load()[0].hf_paged_reshape_and_cache(packed, fault):
+        raise ValueError(_message(fault, num_blocks, block_size, 0, "slot_mapping"))
+
+
+def copy_blocks(key_cache, value_cache, pairs) -> None:
+    pairs = pairs.contiguous()
+    num_blocks, fault = key_cache.shape[0], _FAULT()
+    key_bytes, value_bytes = (cache[:1].nbytes if num_blocks else 0 for cache in (key_cache, value_cache))
+    pointers = key_cache.data_ptr(), value_cache.data_ptr(), pairs.data_ptr()
+    sizes = pairs.shape[0], num_blocks, key_bytes, value_bytes, torch.get_num_threads()
+    if load()[0].hf_paged_copy_blocks(*pointers, *sizes, fault):
+        raise ValueError(_message(fault, num_blocks, key_cache.shape[2], 0, "pairs"))
+
+
+def paged_decode(query, key_cache, value_cache, block_tables, seq_lens, **options):
+    return _attention(query, key_cache, value_cache, block_tables, None, seq_lens, **options)
+
+
+def paged_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, **options):
+    return _attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, **options)
+
+
+def _attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *, scale, sliding_window=0,
+               softcap=0.0, sinks=None, seq_starts=None, return_lse=False, max_seq_len=None,
+               max_query_len=None):  # fmt: skip
+    """Both operators; max_seq_len and max_query_len are of no use where the lengths lie on the host."""
+    if query.dtype not in DTYPES:
+        raise ValueError(f"key_cache: expected a dtype of {tuple(DTYPES)} on the backend 'c', got {query.dtype}")
+    query, seq_lens = _rows_adjacent(query), seq_lens.contiguous()
+    num_tokens, num_heads, head_dim = query.shape
+    token_stride, head_stride, _ = query.stride()
+    num_blocks, num_kv_heads, block_size, head_dim_v = value_cache.shape
+    out = query.new_empty(num_tokens, num_heads, head_dim_v)
+    lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32) if return_lse else None
+    sinks = None if sinks is None else sinks.float().contiguous()
+    query_start_loc = None if query_start_loc is None else query_start_loc.contiguous()
+    seq_starts = None if seq_starts is None else seq_starts.contiguous()
+    packed = _ATTENTION.pack(
+        query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(),
+        _address(query_start_loc), _address(seq_starts), _address(sinks), out.data_ptr(), _address(lse),
+        DTYPES[query.dtype], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim, head_dim_v,
+        num_blocks, block_size, block_tables.shape[1],
+        token_stride, head_stride, *block_tables.stride(), min(sliding_window, 2**31),
+        scale, softcap, torch.get_num_threads(),
+    )  # fmt: skip
+    fault = _FAULT()
+    if load()[0].hf_paged_attention(packed, fault):
+        bounds = None if query_start_loc is None else query_start_loc.tolist()
+        raise ValueError(_message(fault, num_blocks, block_size, block_tables.shape[1], (num_tokens, bounds)))
+    return (out, lse) if return_lse else out
+
+
+def _rows_adjacent(rows: torch.Tensor) -> torch.Tensor:
+    """The same rows with the elements of each side by side, which the C code relies on."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _message(fault, num_blocks: int, block_size: int, max_blocks: int, subject) -> str:
+    kind, index, entry, value = fault  # struct fault of paged.c
+    if kind == 1:
+        return f"query_start_loc: expected a rise within 0..{subject[0]}, got {subject[1]}"
+    if kind == 2:
+        capacity = max_blocks * block_size
+        return f"seq_lens: expected at most {capacity} tokens, what block_tables can hold, got {value}"
+    if kind == 3:
+        where = f"entry {entry} of sequence {index}, which attends there"
+        return f"block_tables: expected a block in 0..{num_blocks - 1}, got {value} in {where}"
+    if kind == 4:
+        raise MemoryError(f"no {value} bytes for a temporary of paged attention")
+    bound = num_blocks * block_size if subject == "slot_mapping" else num_blocks
+    return f"{subject}: expected at most {bound - 1}, got {value} in row {index}"

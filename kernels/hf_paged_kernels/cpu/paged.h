@@ -1,0 +1,90 @@
+/* What the C files share: the arguments of a call, one task of it, and the table of one instruction set.
+ *
+ * Contract: plain pointers and counts. The Python wrapper has checked shapes, dtypes and contiguity; it fills
+ * `struct attention` as one run of 8-byte fields (so its order is the wrapper's FIELDS), and all sizes count
+ * elements unless a name says bytes. Nothing here knows torch or Python.
+ */
+#ifndef HF_PAGED_H
+#define HF_PAGED_H
+
+#include <stdint.h>
+
+/* Storage types, as the wrapper numbers them. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, NUM_TYPES = 3 };
+
+/* Query rows of one tile task, and cache positions that are scored at a time: with head_dim 64 and float32 what a
+ * task touches again and again (queries, scores, outputs, one tile of K and V) is 130 KiB, which fits any L2. */
+enum { TILE_ROWS = 96, TILE_POSITIONS = 64 };
+/* A single query over a longer sequence is split into parts of this many positions, whatever the number of
+ * threads is, so that the result does not depend on it. */
+enum { SPLIT_POSITIONS = 512 };
+/* Up to this many query heads a KV head are scored by dot products; more (or several queries) by tiles. */
+enum { MAX_FEW_ROWS = 11 };
+
+struct attention {
+    const void *query;           /* [T, H, Dk], strides below, elements of a row adjacent */
+    const void *key_cache;       /* [num_blocks, KH, block_size, Dk] contiguous */
+    const void *value_cache;     /* [num_blocks, KH, block_size, Dv] contiguous */
+    const int32_t *block_tables; /* [S, MB], strides below */
+    const int32_t *seq_lens;     /* [S] contiguous */
+    const int32_t *query_start;  /* [S + 1] contiguous, or NULL: query row s belongs to sequence s */
+    const int32_t *seq_starts;   /* [S] contiguous, or NULL */
+    const float *sinks;          /* [H] contiguous, or NULL */
+    void *out;                   /* [T, H, Dv] contiguous */
+    float *lse;                  /* [T, H] contiguous, or NULL */
+    int64_t type;
+    int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, head_dim_v;
+    int64_t num_blocks, block_size, max_blocks;
+    int64_t query_stride_token, query_stride_head, table_stride_seq, table_stride_block;
+    int64_t sliding_window; /* 0: off */
+    double scale, softcap;  /* softcap 0: off */
+    int64_t num_threads;
+};
+
+/* A run of query rows of one sequence and KV head over a run of its positions. Row f of a sequence's chunk and
+ * KV head is query f / group, head f % group of the group: the heads that share K lie side by side. */
+struct task {
+    int64_t seq, kv_head;
+    int64_t token;             /* row of `query` that holds the chunk's first query */
+    int64_t position;          /* position of that query */
+    int64_t row_from, row_to;  /* rows f of this task */
+    int64_t from, to;          /* positions to attend, every one of them seen by some row */
+    float *partial;            /* NULL: write the result. Else [rows][head_dim_v padded + 2]: out, max, sum */
+};
+
+typedef void task_function(const struct attention *, const struct task *, void *scratch);
+/* out [padded head_dim_v] is the weighted sum of V of row f, top its largest score, total its sum of weights. */
+typedef void finish_function(const struct attention *, const struct task *, int64_t f, float *out, float top,
+                             float total);
+struct isa {
+    const char *name;
+    task_function *few[NUM_TYPES], *tile[NUM_TYPES];
+    finish_function *finish[NUM_TYPES];
+};
+
+extern const struct isa isa_baseline, isa_avx2, isa_avx512, isa_neon;
+
+/* A head's row in scratch is padded to this many floats: two vectors of the widest instruction set. */
+static inline int64_t padded(int64_t count) { return (count + 31) / 32 * 32; }
+
+/* First position that the query at `position` sees. */
+static inline int64_t first_seen(const struct attention *a, int64_t seq, int64_t position) {
+    int64_t first = a->sliding_window ? position - a->sliding_window + 1 : 0;
+    int64_t start = a->seq_starts ? a->seq_starts[seq] : 0;
+    first = first > start ? first : start;
+    return first > 0 ? first : 0;
+}
+
+/* Bytes of scratch that a task of either kind may use, a multiple of 64. */
+static inline int64_t scratch_bytes(const struct attention *a) {
+    int64_t dk = padded(a->head_dim), dv = padded(a->head_dim_v);
+    int64_t tile = dk * TILE_ROWS                  /* queries, transposed */
+                   + TILE_POSITIONS * TILE_ROWS    /* scores */
+                   + TILE_ROWS * dv                /* outputs */
+                   + TILE_POSITIONS * (dk + dv)    /* K and V as float32, for the narrower types */
+                   + 5 * TILE_ROWS;                /* max, sum, factor, first and last position of each row */
+    int64_t few = MAX_FEW_ROWS * (dk + dv + TILE_POSITIONS + 2);
+    return (tile > few ? tile : few) * (int64_t)sizeof(float);
+}
+
+#endif
