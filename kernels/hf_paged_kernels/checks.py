@@ -42,6 +42,46 @@ def check_attention(
     max_query_len=None,
 ) -> None:
     """Of paged_prefill, and of paged_decode, which has no query_start_loc: one query for each sequence."""
+    plain = query_start_loc is None and sinks is None and seq_starts is None
+    if not (plain and _decode_fits(query, key_cache, value_cache, block_tables, seq_lens)):
+        _name_the_misfit(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, seq_starts)
+    if not isinstance(scale, (int, float)):
+        raise ValueError(f"scale: expected a number, got {scale!r}")
+    if not isinstance(softcap, (int, float)) or not softcap >= 0:
+        raise ValueError(f"softcap: expected a number >= 0 (0: off), got {softcap!r}")
+    if not isinstance(sliding_window, int) or sliding_window < 0:
+        raise ValueError(f"sliding_window: expected an int >= 0 (0: off), got {sliding_window!r}")
+    for name, bound in (("max_seq_len", max_seq_len), ("max_query_len", max_query_len)):
+        if bound is not None and (not isinstance(bound, int) or bound < 0):
+            raise ValueError(f"{name}: expected None or an int >= 0, got {bound!r}")
+
+
+def _decode_fits(query, key_cache, value_cache, block_tables, seq_lens) -> bool:
+    """Whether all is as it should be, in few steps: plain decode runs in every layer of every step, and takes no
+    longer than these checks when the batch is small. False sends the call to the checks that say what is wrong."""
+    try:
+        (num_blocks, num_kv_heads, block_size, head_dim), dtype = key_cache.shape, key_cache.dtype
+        (num_queries, num_heads, query_dim), (num_seqs, _) = query.shape, block_tables.shape
+        return bool(
+            value_cache.shape[:3] == (num_blocks, num_kv_heads, block_size)
+            and num_queries == num_seqs
+            and query_dim == head_dim
+            and seq_lens.shape == (num_seqs,)
+            and block_size * head_dim * value_cache.shape[3]
+            and num_heads > 0 == num_heads % num_kv_heads
+            and dtype in DTYPES
+            and dtype is query.dtype is value_cache.dtype
+            and torch.int32 is block_tables.dtype is seq_lens.dtype
+            and key_cache.device == value_cache.device == query.device == block_tables.device == seq_lens.device
+            and key_cache.is_contiguous()
+            and value_cache.is_contiguous()
+        )
+    except (AttributeError, TypeError, ValueError, IndexError, ZeroDivisionError):
+        return False
+
+
+def _name_the_misfit(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, seq_starts):
+    """ValueError for the first tensor that does not fit the others."""
     check_caches(key_cache, value_cache)
     check_tensor(block_tables, "block_tables", (None, None), torch.int32, key_cache)
     num_seqs = block_tables.shape[0]
@@ -58,15 +98,6 @@ def check_attention(
         check_tensor(seq_starts, "seq_starts", (num_seqs,), torch.int32, key_cache)
     if sinks is not None:
         check_tensor(sinks, "sinks", (num_heads,), None, key_cache)
-    if not isinstance(scale, (int, float)):
-        raise ValueError(f"scale: expected a number, got {scale!r}")
-    if not isinstance(softcap, (int, float)) or not softcap >= 0:
-        raise ValueError(f"softcap: expected a number >= 0 (0: off), got {softcap!r}")
-    if not isinstance(sliding_window, int) or sliding_window < 0:
-        raise ValueError(f"sliding_window: expected an int >= 0 (0: off), got {sliding_window!r}")
-    for name, bound in (("max_seq_len", max_seq_len), ("max_query_len", max_query_len)):
-        if bound is not None and (not isinstance(bound, int) or bound < 0):
-            raise ValueError(f"{name}: expected None or an int >= 0, got {bound!r}")
 
 
 def check_caches(key_cache, value_cache) -> None:

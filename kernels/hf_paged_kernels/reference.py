@@ -88,7 +88,7 @@ def paged_decode(
     _, num_kv_heads, block_size, head_dim_v = value_cache.shape
     max_blocks = block_tables.shape[1]
     acc = _accumulator(query.dtype)
-    grouped = query.reshape(num_seqs, num_kv_heads, -1, 1, head_dim)
+    grouped = query.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, 1, head_dim)
     out, lse = _outputs_of_nothing(query, head_dim_v, sinks)
 
     ends = seq_lens.to(torch.int64)

@@ -10,13 +10,28 @@
 INLINE void NAME(dots)(const int TOKENS, const int ROWS, const S *const *k, const float *q, int64_t dim, int64_t dk,
                        float *scores) {
     vf sums[4][4];
+    UNROLLED
     for (int t = 0; t < TOKENS; t++)
+        UNROLLED
         for (int r = 0; r < ROWS; r++) sums[t][r] = vf_set(0);
     int64_t d = 0;
+    for (; PAIRED && d < dim; d += 2 * LANES) {
+        UNROLLED
+        for (int t = 0; t < TOKENS; t++) {
+            S row[2 * LANES];
+            if (d + 2 * LANES > dim) NAME(copy_tail)(k[t] + d, (int)(dim - d), row);
+            vu pairs = *(const vu_any *)(d + 2 * LANES > dim ? row : k[t] + d);
+            UNROLLED
+            for (int r = 0; r < ROWS; r++)
+                sums[t][r] = vf_dot_bf16(sums[t][r], *(const vu_any *)(q + r * dk + d / 2), pairs);
+        }
+    }
     for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+        UNROLLED
         for (int t = 0; t < TOKENS; t++) {
             vf a, b;
             LOAD2(k[t] + d, &a, &b);
+            UNROLLED
             for (int r = 0; r < ROWS; r++) {
                 sums[t][r] += a * vf_load(q + r * dk + d);
                 sums[t][r] += b * vf_load(q + r * dk + d + LANES);
@@ -24,19 +39,23 @@ INLINE void NAME(dots)(const int TOKENS, const int ROWS, const S *const *k, cons
         }
     }
     if (d < dim) {
+        UNROLLED
         for (int t = 0; t < TOKENS; t++) {
             vf a, b;
             NAME(load2_tail)(k[t] + d, (int)(dim - d), &a, &b);
+            UNROLLED
             for (int r = 0; r < ROWS; r++) {
                 sums[t][r] += a * vf_load(q + r * dk + d);
                 sums[t][r] += b * vf_load(q + r * dk + d + LANES);
             }
         }
     }
+    UNROLLED
     for (int r = 0; r < ROWS; r++) {
         if (TOKENS == 4)
             vf_sum4(sums[0][r], sums[1][r], sums[2][r], sums[3][r], scores + r * TILE_POSITIONS);
         else
+            UNROLLED
             for (int t = 0; t < TOKENS; t++) scores[r * TILE_POSITIONS + t] = vf_sum(sums[t][r]);
     }
 }
@@ -52,15 +71,19 @@ INLINE void NAME(score_rows)(const int ROWS, const S *const *k, int count, const
 INLINE void NAME(add_values)(const int ROWS, const int PAIRS, const S *const *v, int count, const float *weights,
                              int64_t n, int tail, int64_t dv, float *out) {
     vf sums[4][8];
+    UNROLLED
     for (int r = 0; r < ROWS; r++)
+        UNROLLED
         for (int p = 0; p < 2 * PAIRS; p++) sums[r][p] = vf_load(out + r * dv + n + p * LANES);
     for (int t = 0; t < count; t++) {
+        UNROLLED
         for (int p = 0; p < PAIRS; p++) {
             vf a, b;
             if (tail)
                 NAME(load2_tail)(v[t] + n, tail, &a, &b);
             else
                 LOAD2(v[t] + n + p * 2 * LANES, &a, &b);
+            UNROLLED
             for (int r = 0; r < ROWS; r++) {
                 float w = weights[r * TILE_POSITIONS + t];
                 sums[r][2 * p] += a * w;
@@ -68,7 +91,9 @@ INLINE void NAME(add_values)(const int ROWS, const int PAIRS, const S *const *v,
             }
         }
     }
+    UNROLLED
     for (int r = 0; r < ROWS; r++)
+        UNROLLED
         for (int p = 0; p < 2 * PAIRS; p++) vf_store(out + r * dv + n + p * LANES, sums[r][p]);
 }
 
@@ -114,13 +139,12 @@ static void NAME(few)(const struct attention *a, const struct task *task, void *
             vf largest = vf_set(-INFINITY);
             for (int t = 0; t < count; t += LANES) {
                 vf x = vf_load(s + t);
-                if (a->softcap > 0) {
-                    x = vf_tanh(x * (float)(1 / a->softcap)) * (float)a->softcap;
-                    vf_store(s + t, x);
-                }
+                if (PAIRED) x *= (float)a->scale;
+                if (a->softcap > 0) x = vf_tanh(x * (float)(1 / a->softcap)) * (float)a->softcap;
+                if (PAIRED || a->softcap > 0) vf_store(s + t, x);
                 largest = vf_max(largest, x);
             }
-            for (int t = count; a->softcap > 0 && t % LANES; t++) s[t] = -INFINITY; /* not -softcap */
+            for (int t = count; t % LANES; t++) s[t] = -INFINITY; /* not -softcap, nor a negative scale's +inf */
             float highest = vf_top(largest);
             if (highest > top[r]) {
                 float factor = vf_exp(vf_set(top[r] - highest))[0];

@@ -1,6 +1,7 @@
 /* Both kernels for every storage type, for the instruction set that the including file has switched on.
  *
- * Contract: LANES and ISA are set. Everything is static but one table, `ISA`.
+ * Contract: LANES, ISA and ISA_NAME are set, and HF_BF16_PAIRS where bfloat16 is multiplied in pairs. Everything is
+ * static but one table, `ISA`.
  */
 #include "paged.h"
 #include "vec.h"
@@ -34,18 +35,25 @@ INLINE void vf_sum4(vf a, vf b, vf c, vf d, float *sums) {
 #define TYPE f32
 #define LOAD2 load2_f32
 #define STORE2 store2_f32
+#define PAIRED 0
 #include "kernels.inc.h"
 
 #define S bf16
 #define TYPE bf16
 #define LOAD2 load2_bf16
 #define STORE2 store2_bf16
+#if defined(HF_BF16_PAIRS)
+#define PAIRED 1
+#else
+#define PAIRED 0
+#endif
 #include "kernels.inc.h"
 
 #define S f16
 #define TYPE f16
 #define LOAD2 load2_f16
 #define STORE2 store2_f16
+#define PAIRED 0
 #include "kernels.inc.h"
 
 const struct isa ISA = {

@@ -6,3 +6,4 @@
 #undef TYPE
 #undef LOAD2
 #undef STORE2
+#undef PAIRED

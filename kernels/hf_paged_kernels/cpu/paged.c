@@ -26,7 +26,7 @@ static int omp_get_thread_num(void) { return 0; }
 
 static const struct isa *known[] = {
 #if defined(__x86_64__)
-    &isa_avx512, &isa_avx2,
+    &isa_avx512_bf16, &isa_avx512, &isa_avx2,
 #elif defined(__aarch64__)
     &isa_neon,
 #endif
@@ -37,6 +37,7 @@ static const struct isa *chosen;
 
 static int runs_here(const struct isa *isa) {
 #if defined(__x86_64__)
+    if (isa == &isa_avx512_bf16) return runs_here(&isa_avx512) && __builtin_cpu_supports("avx512bf16");
     if (isa == &isa_avx512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

@@ -62,7 +62,7 @@ struct isa {
     finish_function *finish[NUM_TYPES];
 };
 
-extern const struct isa isa_baseline, isa_avx2, isa_avx512, isa_neon;
+extern const struct isa isa_baseline, isa_avx2, isa_avx512, isa_avx512_bf16, isa_neon;
 
 /* A head's row in scratch is padded to this many floats: two vectors of the widest instruction set. */
 static inline int64_t padded(int64_t count) { return (count + 31) / 32 * 32; }

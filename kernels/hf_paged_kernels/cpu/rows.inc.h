@@ -1,15 +1,19 @@
 /* Rows of queries, keys, values and outputs of one storage type S: where they lie, and to and from float32.
  *
- * Contract: included once for each type, with S, TYPE (the suffix), LOAD2 and STORE2 set.
+ * Contract: included once for each type, with S, TYPE (the suffix), LOAD2, STORE2 and PAIRED set. PAIRED: the processor
+ * multiplies pairs of bfloat16, so queries stay bfloat16 and the scale is applied to the scores.
  */
 
-/* LOAD2 of count < 2 * LANES elements, zeros behind them. */
-INLINE void NAME(load2_tail)(const S *p, int count, vf *a, vf *b) {
-    S row[2 * LANES];
-    memset(row, 0, sizeof row);
+/* count < 2 * LANES elements, zeros behind them. */
+INLINE void NAME(copy_tail)(const S *p, int count, S *row) {
+    memset(row, 0, 2 * LANES * sizeof(S));
     int i = 0;
     for (; i + 8 <= count; i += 8) memcpy(row + i, p + i, 8 * sizeof(S));
     for (; i < count; i++) row[i] = p[i];
+}
+INLINE void NAME(load2_tail)(const S *p, int count, vf *a, vf *b) {
+    S row[2 * LANES];
+    NAME(copy_tail)(p, count, row);
     LOAD2(row, a, b);
 }
 
@@ -26,14 +30,20 @@ INLINE void NAME(widen)(const S *from, int64_t count, int64_t size, float *to) {
     }
 }
 
-/* Query row f of a task, times the scale, in LOAD2's order, padded with zeros; element d at to[d * stride]. */
+/* Query row f of a task, padded with zeros: times the scale and in LOAD2's order, element d at to[d * stride];
+ * PAIRED: as it is, elements 2d and 2d + 1 in the bits of to[d * stride]. */
 INLINE void NAME(load_query)(const struct attention *a, const struct task *task, int64_t f, float *to,
                              int64_t stride) {
     const int64_t group = a->num_heads / a->num_kv_heads, size = padded(a->head_dim);
     const int64_t token = task->token + f / group, head = task->kv_head * group + f % group;
     const S *from = (const S *)a->query + token * a->query_stride_token + head * a->query_stride_head;
     const float scale = (float)a->scale;
-    for (int64_t d = 0; d < size; d += 2 * LANES) {
+    for (int64_t d = 0; PAIRED && d < size; d += 2) {
+        S pair[2] = {0};
+        if (d < a->head_dim) memcpy(pair, from + d, (d + 1 < a->head_dim ? 2 : 1) * sizeof(S));
+        memcpy(to + d / 2 * stride, pair, sizeof pair < 4 ? sizeof pair : 4);
+    }
+    for (int64_t d = 0; !PAIRED && d < size; d += 2 * LANES) {
         float pair[2 * LANES];
         NAME(widen)(from + d, d < a->head_dim ? a->head_dim - d : 0, 2 * LANES, pair);
         for (int i = 0; i < 2 * LANES; i++) to[(d + i) * stride] = pair[i] * scale;

@@ -6,18 +6,32 @@
  * are widened one tile of TILE_POSITIONS at a time.
  */
 
-/* scores[t][m] = sum over d of k[t][d] * q[d][m], for TOKENS rows of K and two vectors of queries. */
+/* scores[t][m] = sum over d of k[t][d] * q[d][m], for TOKENS rows of K and two vectors of queries. PAIRED: k and q
+ * hold pairs of bfloat16, d counts pairs. */
 INLINE void NAME(tile_scores)(const int TOKENS, const float *const *k, const float *q, int64_t dim, float *scores) {
     vf sums[8][2];
+    UNROLLED
     for (int t = 0; t < TOKENS; t++) sums[t][0] = sums[t][1] = vf_set(0);
-    for (int64_t d = 0; d < dim; d++) {
+    for (int64_t d = 0; PAIRED && d < dim; d++) {
+        vu q0 = *(const vu_any *)(q + d * TILE_ROWS), q1 = *(const vu_any *)(q + d * TILE_ROWS + LANES);
+        UNROLLED
+        for (int t = 0; t < TOKENS; t++) {
+            uint32_t pair;
+            memcpy(&pair, (const char *)k[t] + 4 * d, 4);
+            sums[t][0] = vf_dot_bf16(sums[t][0], q0, pair - (vu){0});
+            sums[t][1] = vf_dot_bf16(sums[t][1], q1, pair - (vu){0});
+        }
+    }
+    for (int64_t d = 0; !PAIRED && d < dim; d++) {
         vf q0 = vf_load(q + d * TILE_ROWS), q1 = vf_load(q + d * TILE_ROWS + LANES);
+        UNROLLED
         for (int t = 0; t < TOKENS; t++) {
             float x = k[t][d];
             sums[t][0] += q0 * x;
             sums[t][1] += q1 * x;
         }
     }
+    UNROLLED
     for (int t = 0; t < TOKENS; t++) {
         vf_store(scores + t * TILE_ROWS, sums[t][0]);
         vf_store(scores + t * TILE_ROWS + LANES, sums[t][1]);
@@ -28,18 +42,21 @@ INLINE void NAME(tile_scores)(const int TOKENS, const float *const *k, const flo
 INLINE void NAME(tile_values)(const int ROWS, const float *const *v, int count, const float *weights, int64_t n,
                               float *out, int64_t dv) {
     vf sums[8][2];
+    UNROLLED
     for (int m = 0; m < ROWS; m++) {
         sums[m][0] = vf_load(out + m * dv + n);
         sums[m][1] = vf_load(out + m * dv + n + LANES);
     }
     for (int t = 0; t < count; t++) {
         vf v0 = vf_load(v[t] + n), v1 = vf_load(v[t] + n + LANES);
+        UNROLLED
         for (int m = 0; m < ROWS; m++) {
             float w = weights[t * TILE_ROWS + m];
             sums[m][0] += v0 * w;
             sums[m][1] += v1 * w;
         }
     }
+    UNROLLED
     for (int m = 0; m < ROWS; m++) {
         vf_store(out + m * dv + n, sums[m][0]);
         vf_store(out + m * dv + n + LANES, sums[m][1]);
@@ -65,12 +82,13 @@ INLINE void NAME(tile_weights)(const struct attention *a, float *scores, int cou
     vf old = vf_load(top), highest = old;
     for (int t = 0; t < count; t++) {
         vf x = vf_load(scores + t * TILE_ROWS);
+        if (PAIRED) x *= (float)a->scale;
         if (cap > 0) x = vf_tanh(x * per_cap) * cap;
         if (masked) {
             vi at = vi_set((int32_t)(position + t));
             x = vf_select((at >= vi_load(first)) & (at <= vi_load(last)), x, vf_set(-INFINITY));
         }
-        if (cap > 0 || masked) vf_store(scores + t * TILE_ROWS, x);
+        if (PAIRED || cap > 0 || masked) vf_store(scores + t * TILE_ROWS, x);
         highest = vf_max(highest, x);
     }
     vf base = vf_select(highest == -INFINITY, vf_set(0), highest);
@@ -95,9 +113,10 @@ static void NAME(tile)(const struct attention *a, const struct task *task, void 
     int32_t *first = (int32_t *)(factor + TILE_ROWS), *last = first + TILE_ROWS;
     const S *k[TILE_POSITIONS], *v[TILE_POSITIONS];
     const float *k_rows[TILE_POSITIONS], *v_rows[TILE_POSITIONS];
-    /* float32 rows are read where they lie, V's only if no vector leaves the row. */
-    const int k_direct = sizeof(S) == 4, v_direct = sizeof(S) == 4 && a->head_dim_v % (2 * LANES) == 0;
-    const int64_t dim = k_direct ? a->head_dim : dk; /* the padding is 0 on both sides */
+    /* float32 rows are read where they lie, V's only if no vector leaves the row; so are pairs. */
+    const int k_direct = PAIRED ? a->head_dim % 2 == 0 : sizeof(S) == 4;
+    const int v_direct = sizeof(S) == 4 && a->head_dim_v % (2 * LANES) == 0;
+    const int64_t dim = PAIRED ? (a->head_dim + 1) / 2 : k_direct ? a->head_dim : dk; /* padding: 0 on both sides */
     const int64_t dim_v = (a->head_dim_v + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
 
     for (int m = 0; m < lanes; m++) {
@@ -120,7 +139,12 @@ static void NAME(tile)(const struct attention *a, const struct task *task, void 
         for (int t = 0; t < count; t++) {
             k_rows[t] = k_direct ? (const float *)k[t] : k_wide + t * dk;
             v_rows[t] = v_direct ? (const float *)v[t] : v_wide + t * dv;
-            if (!k_direct) NAME(widen)(k[t], a->head_dim, dk, k_wide + t * dk);
+            if (PAIRED && !k_direct) {
+                memset(k_wide + t * dk, 0, dk * sizeof(S));
+                memcpy(k_wide + t * dk, k[t], a->head_dim * sizeof(S));
+            } else if (!k_direct) {
+                NAME(widen)(k[t], a->head_dim, dk, k_wide + t * dk);
+            }
             if (!v_direct) NAME(widen)(v[t], a->head_dim_v, dv, v_wide + t * dv);
         }
         for (int m = 0; m < lanes; m += 2 * LANES) {

@@ -19,6 +19,12 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+/* Before a loop of constant length whose sums must stay in registers. */
+#if defined(__clang__)
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -115,6 +121,17 @@ INLINE void load2_bf16(const bf16 *p, vf *even, vf *odd) {
     vu pair = *(const vu_any *)p;
     *even = (vf)(pair << 16);
     *odd = (vf)(pair & 0xffff0000u);
+}
+/* sums[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] over 2 * LANES bfloat16 in each of a and b. */
+INLINE vf vf_dot_bf16(vf sums, vu a, vu b) {
+#if defined(HF_AVX512_BF16)
+    return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+    vf even, odd, other_even, other_odd;
+    load2_bf16((const bf16 *)&a, &even, &odd);
+    load2_bf16((const bf16 *)&b, &other_even, &other_odd);
+    return sums + odd * other_odd + even * other_even;
+#endif
 }
 INLINE vu bf16_bits(vf x) { /* rounded to nearest even, in the high half; NaN stays NaN */
     vu bits = (vu)x;
