@@ -13,12 +13,13 @@ BIN := $(VENV)/bin
 THREADS ?= 2
 ARGS ?=
 
-.PHONY: help venv demo test grid style format tables examples package clean
+.PHONY: help venv demo test grid aot style format tables examples package clean
 
 help:
 	@echo "make demo      generate from paged KV with a real model, checked against plain generate"
 	@echo "make test      the whole test suite"
 	@echo "make grid      every kernel backend over the whole grid of shapes, minutes each; BACKENDS=c for one of them"
+	@echo "make aot       compile every Triton kernel variant for five GPU architectures; needs no GPU"
 	@echo "make style     ruff check and ruff format --check;  make format  applies both"
 	@echo "make tables    write the tables of modes and models that the tests make"
 	@echo "make examples  run every example offline"
@@ -52,6 +53,9 @@ grid: export OMP_NUM_THREADS := $(THREADS)
 grid: export OMP_WAIT_POLICY := PASSIVE
 grid: venv
 	$(BIN)/python -m pytest tests/test_kernels_grid.py $(ARGS)
+
+aot: venv
+	env -u TRITON_INTERPRET $(BIN)/python -m hf_paged_kernels.triton.aot --jobs $(THREADS)
 
 style: venv
 	$(BIN)/ruff check .

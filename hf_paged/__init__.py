@@ -4,26 +4,39 @@ Contract: importing this package makes `model.generate(..., cache_implementation
 `unregister()` puts transformers back. The names below are the public interface.
 """
 
+from .batched import release
+from .batcher import ContinuousBatcher
 from .block_manager import BlockManager
 from .block_pool import BlockPool
 from .cache import PagedCache, PagedLayer
-from .config import PagedCacheConfig
+from .config import PagedCacheConfig, SchedulerConfig
 from .demo_model import demo_model_path
 from .generate import register, unregister
-from .stats import CacheStats
+from .packed_metadata import PackingError
+from .request import TokenLogprobs
+from .request_output import RequestOutput, RequestTimings
+from .stats import BatcherStats, CacheStats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatcherStats",
     "BlockManager",
     "BlockPool",
     "CacheStats",
+    "ContinuousBatcher",
+    "PackingError",
     "PagedCache",
     "PagedCacheConfig",
     "PagedLayer",
+    "RequestOutput",
+    "RequestTimings",
+    "SchedulerConfig",
+    "TokenLogprobs",
     "__version__",
     "demo_model_path",
     "register",
+    "release",
     "unregister",
 ]
 

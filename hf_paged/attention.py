@@ -3,7 +3,8 @@
 Contract: the attention function reads blocks through the paged operators wherever the arguments are
 ones that those know (causal or sliding window, left padding, scale, softcap, sinks), and otherwise
 hands everything, unchanged and dense, to the implementation that the model had before. Nothing that
-reaches it is dropped.
+reaches it is dropped. In a packed forward the same holds for each sequence by itself; what cannot be told
+apart by sequences raises PackingError.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_paged_kernels as kernels
 
 from .lazy import LazyKV, LazyMask
+from .packed_metadata import PackedGroup, PackingError
 from .switch import NAME, switches
 
 # Arguments of attention calls that do not change the result: bookkeeping, and what flash attention needs
@@ -76,7 +78,11 @@ def hf_paged_mask(**mask_kwargs):
     mask_kwargs = {"q_offset": 0, "kv_offset": 0, "attention_mask": None, "device": "cpu", **mask_kwargs}
     offsets_known = isinstance(mask_kwargs["q_offset"], int) and isinstance(mask_kwargs["kv_length"], int)
     pattern = _pattern(mask_kwargs["mask_function"]) if offsets_known and not mask_kwargs.get("use_vmap") else None
-    mask = None
+    mask, packed = None, switches.packed_step
+    if packed is not None:
+        lazy = LazyMask(pattern, mask_kwargs, _no_packed_mask)
+        lazy.packed = packed
+        return lazy
     if pattern is None:
         mask = eager_mask(**mask_kwargs)
         if mask is None:
@@ -86,6 +92,10 @@ def hf_paged_mask(**mask_kwargs):
     lazy = LazyMask(pattern, mask_kwargs, lambda name: _mask_function(name)(**mask_kwargs))
     lazy._dense = mask
     return lazy
+
+
+def _no_packed_mask(implementation: str):
+    raise PackingError("the model looks into its attention mask, which packed sequences do not have as a tensor")
 
 
 def _mask_function(implementation: str) -> Callable:
@@ -120,6 +130,9 @@ def hf_paged_attention(
     Returns:
         `[batch, T, num_heads, head_dim_v]`, and the attention weights or None.
     """
+    group = _packed_group(module, key, value, attention_mask)
+    if group is not None:
+        return _packed(group, module, query, key, value, attention_mask, scaling, dropout, kwargs)
     if _is_paged(module, query, key, value, attention_mask, dropout, kwargs):
         calls["paged"] += 1
         return _paged(query, key, value, attention_mask, scaling, kwargs), None
@@ -131,16 +144,9 @@ def _is_paged(module, query, key, value, mask, dropout, kwargs) -> bool:
     """Whether the paged operators can serve this call."""
     if not (isinstance(key, LazyKV) and isinstance(value, LazyKV)) or switches.wants_weights:
         return False
-    if key.step is not value.step or key.layer is not value.layer or dropout:
+    if not _suits_operators(module, query, key, value, key.layer.rows.pool, dropout, kwargs):
         return False
-    if not query.dtype == key.dtype == value.dtype == key.layer.rows.pool.key.dtype:
-        return False
-    if query.shape[2] != key.step.num_columns or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
-        return False
-    is_causal = kwargs.get("is_causal")
-    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
-        return False
-    if any(argument is not None and name not in _BY_OPERATORS for name, argument in kwargs.items()):
+    if query.shape[2] != key.step.num_columns:
         return False
     if mask is None:  # to eager attention that means every key, to sdpa a causal mask
         return query.shape[2] == 1 or switches.before(getattr(module, "config", None)) != "eager"
@@ -152,18 +158,36 @@ def _is_paged(module, query, key, value, mask, dropout, kwargs) -> bool:
     return mask.first_real_columns() is not False
 
 
-def _paged(query, key, value, mask, scaling, kwargs) -> torch.Tensor:
-    layer, step = key.layer, key.step
-    key_cache, value_cache = layer.rows.pool.caches(layer.layer_idx)
+def _suits_operators(module, query, key: LazyKV, value: LazyKV, pool, dropout, kwargs) -> bool:
+    """Whether the operators know everything about a call but its mask and its number of queries."""
+    if key.step is not value.step or key.layer is not value.layer or dropout:
+        return False
+    if not query.dtype == key.dtype == value.dtype == pool.key.dtype:
+        return False
+    if query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
+        return False
+    is_causal = kwargs.get("is_causal")
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
+        return False
+    return all(argument is None or name in _BY_OPERATORS for name, argument in kwargs.items())
+
+
+def _arguments(query, mask, scaling, kwargs) -> dict:
+    """What every operator is told of a call."""
     window = mask.pattern if mask is not None else kwargs.get("sliding_window") or 0
-    arguments = {
+    return {
         "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         "sliding_window": int(window),
         "softcap": float(kwargs.get("softcap") or 0.0),
         "sinks": kwargs.get("s_aux"),
-        "seq_starts": _seq_starts(mask, step),
-        "max_seq_len": step.max_seq_len,
     }
+
+
+def _paged(query, key, value, mask, scaling, kwargs) -> torch.Tensor:
+    layer, step = key.layer, key.step
+    key_cache, value_cache = layer.rows.pool.caches(layer.layer_idx)
+    arguments = _arguments(query, mask, scaling, kwargs)
+    arguments.update(seq_starts=_seq_starts(mask, step), max_seq_len=step.max_seq_len)
     batch, heads, num_columns, _ = query.shape
     query_start_loc, real, max_query_len = step.packed_queries()
     if num_columns == 1 and real is None:
@@ -211,6 +235,99 @@ def _refuse_dropped_columns(first_real: torch.Tensor, step) -> None:
             f"attention_mask shows column {int(first_real[row])} of row {row}, but this cache was told that the row's "
             f"first {int(starts[row])} columns are padding and did not keep them; pass the same attention_mask"
         )
+
+
+# Packed forwards
+
+
+def _packed_group(module, key, value, mask) -> PackedGroup | None:
+    """The group of layers whose packed sequences this call attends to; None outside a packed forward."""
+    for states in (key, value):
+        if isinstance(states, LazyKV) and isinstance(states.step, PackedGroup):
+            return states.step
+    step = switches.packed_step
+    if step is None:
+        return None
+    # The model has made other keys and values of those that it was given; what they cover tells whose they were.
+    if isinstance(mask, LazyMask) and mask.packed is step:
+        groups = [group for group in step.groups if group.kv_ranges()[2] == key.shape[2]]
+        groups.sort(key=lambda group: group.sliding_window != (mask.pattern or 0))
+        if groups:
+            return groups[0]
+    raise PackingError(f"{type(module).__name__} attends to keys and values that are not those of packed sequences")
+
+
+def _packed(group: PackedGroup, module, query, key, value, mask, scaling, dropout, kwargs):
+    if isinstance(mask, LazyMask) and (mask.pattern is None or mask.packed is not group.step):
+        raise PackingError(f"{type(module).__name__} masks in a way that is not known to keep sequences apart")
+    lazy = isinstance(key, LazyKV) and isinstance(value, LazyKV)
+    if lazy and _suits_operators(module, query, key, value, key.layer.pool, dropout, kwargs):
+        if query.shape[2] == group.step.num_tokens and (
+            mask is None or not group.sliding_window or 0 < mask.pattern <= group.sliding_window
+        ):
+            calls["packed"] += 1
+            return _packed_by_operators(group, query, key, _arguments(query, mask, scaling, kwargs)), None
+    calls["packed_dense"] += 1
+    return _packed_dense(group, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _packed_by_operators(group: PackedGroup, query, key: LazyKV, arguments: dict) -> torch.Tensor:
+    """Decoding rows, whose tokens come first, and chunks each by their own operator."""
+    key_cache, value_cache = key.layer.pool.caches(key.layer.layer_idx)
+    packed, count, out = query[0].transpose(0, 1), group.step.num_decode, []
+    if count:
+        decode = kernels.paged_decode(
+            packed[:count],
+            key_cache,
+            value_cache,
+            group.decode_tables,
+            group.decode_lens,
+            max_seq_len=group.max_decode_len,
+            **arguments,
+        )
+        out.append(decode)
+    if group.step.chunks:
+        prefill = kernels.paged_prefill(
+            packed[count:],
+            key_cache,
+            value_cache,
+            group.prefill_tables,
+            group.query_start_loc,
+            group.prefill_lens,
+            max_seq_len=group.max_prefill_len,
+            max_query_len=group.max_query_len,
+            **arguments,
+        )
+        out.append(prefill)
+    return (out[0] if len(out) == 1 else torch.cat(out))[None]
+
+
+def _packed_dense(group: PackedGroup, module, query, key, value, mask, **kwargs):
+    """The model's own attention, one sequence after the other, over the keys and values that it sees."""
+    starts, _ = group.step.ranges()
+    firsts, ends, total = group.kv_ranges()
+    if not isinstance(mask, LazyMask) or key.shape[2] != total or query.shape[2] != group.step.num_tokens:
+        raise PackingError(
+            f"{type(module).__name__} attends with {query.shape[2]} queries to {key.shape[2]} keys, a packed step of "
+            f"{group.step.num_tokens} tokens has {total}" + ("" if isinstance(mask, LazyMask) else ", without a mask")
+        )
+    outputs, query_at, key_at = [], 0, 0
+    for start, first, end in zip(starts, firsts, ends, strict=True):
+        queries, keys = slice(query_at, query_at + end - start), slice(key_at, key_at + end - first)
+        here = {**mask.mask_kwargs, "batch_size": 1, "attention_mask": None, "q_offset": start, "kv_offset": first}
+        here.update(q_length=end - start, kv_length=end - first)
+        own = LazyMask(mask.pattern, here, lambda name, here=here: _mask_function(name)(**here))
+        out, _ = _dense(module, query[:, :, queries], _part(key, keys), _part(value, keys), own, **kwargs)
+        outputs.append(out)
+        query_at, key_at = queries.stop, keys.stop
+    return torch.cat(outputs, dim=1), None
+
+
+def _part(states: torch.Tensor, tokens: slice) -> torch.Tensor:
+    return (states.dense() if isinstance(states, LazyKV) else states)[:, :, tokens]
+
+
+# The dense path
 
 
 def _dense(module, query, key, value, attention_mask, **kwargs):

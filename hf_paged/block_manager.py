@@ -181,6 +181,25 @@ class BlockManager:
             request.num_tokens += count
         return copies
 
+    def append_blocks(self, request_ids: Sequence[Hashable]) -> list[int]:
+        """Add one block of tokens to each of several requests whose blocks are all full; return the new blocks.
+
+        The same as `append_many` with `block_size` tokens each, for what a step of decoding does most. ValueError
+        for a request whose last block has room (nothing changes); RuntimeError when the pool has too few free blocks.
+        """
+        block_size, found = self._block_size, self._requests
+        requests = [found.get(request_id) or self._get(request_id) for request_id in request_ids]
+        for request in requests:
+            if request.num_tokens % block_size:
+                raise ValueError(f"cannot append a whole block, the last one has room in {request}: use append_many")
+        blocks = self._pool.allocate_many(len(requests))
+        holders = self._holders
+        for request, block_id in zip(requests, blocks, strict=True):
+            holders[block_id] = {request.request_id}
+            request.blocks.append(block_id)
+            request.num_tokens += block_size
+        return blocks
+
     def prepare_write(self, request_id: Hashable, first_token: int, num_tokens: int) -> Copies:
         """Make ready to rewrite `num_tokens` tokens from `first_token` on, which the table covers already.
 
@@ -269,6 +288,11 @@ class BlockManager:
         request = self._get(request_id)
         del self._requests[request_id]
         return self._give_back(request, request.num_null, len(request.blocks))
+
+    def reset(self) -> None:
+        """Forget every request and have all blocks free, also after an operation that was cut off half-way."""
+        self._pool = BlockPool(self._pool.num_blocks, self._block_size)
+        self._requests, self._holders = {}, {}
 
     def check_integrity(self) -> None:
         """Raise AssertionError, saying what is wrong, unless pool, tables and reverse index agree. Slow."""

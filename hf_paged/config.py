@@ -1,4 +1,4 @@
-"""Settings of the paged cache.
+"""Settings of the paged cache and of the scheduler.
 
 Contract: frozen dataclasses that check themselves when they are made, so that a wrong value is
 refused where the user wrote it. Imports neither torch nor transformers.
@@ -61,17 +61,68 @@ class PagedCacheConfig:
         Raises:
             ValueError: `value` is something else, or names a setting that does not exist.
         """
-        if value is None:
-            return cls()
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError(f"cache_config must be a dict or a PagedCacheConfig, got {type(value).__name__}")
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in value if key not in known]
-        if unknown:
-            raise ValueError(f"cache_config has no setting {unknown[0]!r}; it has {', '.join(known)}")
-        return cls(**value)
+        return _from_any(cls, "cache_config", value)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How many requests a `ContinuousBatcher` runs at once and how it shares a step among them.
+
+    Args:
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: tokens of one forward, over all requests. `None` means 8192 on an accelerator and
+            2048 on a CPU.
+        policy: "fcfs" serves requests in the order of their arrival; "priority" by their priority, the lower
+            number first, and in the order of arrival where that is equal.
+        chunked_prefill_size: tokens of one prompt in one forward, which bounds how long a prompt can hold up the
+            tokens of others. `None` leaves it to `max_num_batched_tokens`.
+
+    Raises:
+        ValueError: a value is out of its bounds.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    policy: str = "fcfs"
+    chunked_prefill_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("max_num_seqs", self.max_num_seqs)
+        if self.max_num_batched_tokens is not None:
+            _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
+        if self.chunked_prefill_size is not None:
+            _check_count("chunked_prefill_size", self.chunked_prefill_size)
+
+    def for_device(self, device_type: str) -> SchedulerConfig:
+        """The same settings with the default of `max_num_batched_tokens` on this kind of device filled in."""
+        if self.max_num_batched_tokens is not None:
+            return self
+        return dataclasses.replace(self, max_num_batched_tokens=2048 if device_type == "cpu" else 8192)
+
+    @classmethod
+    def from_any(cls, value: SchedulerConfig | Mapping | None) -> SchedulerConfig:
+        """The config that a caller meant: one of these, a mapping of its fields, or None for the defaults.
+
+        Raises:
+            ValueError: `value` is something else, or names a setting that does not exist.
+        """
+        return _from_any(cls, "scheduler_config", value)
+
+
+def _from_any(cls, name: str, value):
+    if value is None:
+        return cls()
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dict or a {cls.__name__}, got {type(value).__name__}")
+    known = [field.name for field in dataclasses.fields(cls)]
+    unknown = [key for key in value if key not in known]
+    if unknown:
+        raise ValueError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
+    return cls(**value)
 
 
 def _check_count(name: str, value: object) -> None:

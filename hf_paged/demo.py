@@ -45,6 +45,8 @@ class Run:
 
     def real_positions(self, prompt_lengths: Sequence[int], padded_length: int) -> int:
         """Positions cached at the peak that belong to a token of a prompt or of an answer."""
+        if self.meter.tokens is not None:
+            return self.meter.tokens
         fed = self.meter.seq_length - padded_length
         return sum(length + min(len(row), fed) for length, row in zip(prompt_lengths, self.rows, strict=True))
 

@@ -1,9 +1,10 @@
 """`cache_implementation="paged"` inside `GenerationMixin.generate`.
 
-Contract: three methods of GenerationMixin are wrapped, reversibly. `generate` recognises a paged call and
-switches the model for its time; `_prepare_cache_for_generation` builds the PagedCache; `_get_logits_processor` lets
-processors see a row without its padding. The result is that of
-plain `generate`: same shape, same fields, same use of the random generator.
+Contract: four methods of GenerationMixin are wrapped, reversibly. `generate` recognises a paged call and switches the
+model for its time; `_prepare_cache_for_generation` builds the PagedCache; `_get_logits_processor` lets processors see
+a row without its padding; `_sample`, the loop of greedy search and sampling, hands what can be packed to a
+ContinuousBatcher (see `batched`). The result is that of plain `generate`: same shape, same fields, same use of the
+random generator.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from .attention import register_attention, unregister_attention
+from .batched import can_batch, sample_batched
 from .cache import PagedCache
 from .config import PagedCacheConfig
 from .history import remember, rewind, settle, takes_more, usable_past
@@ -47,10 +49,16 @@ class _PagedCall:
         copies: rows of each prompt (beams, returned sequences).
         one_text_a_row: whether the cache's rows end as the returned sequences.
         pads_may_be_left_out: whether processors may be called prompt by prompt.
+        config: settings of the cache, where the call may be handed to a batcher; else None.
+        tokenizer: the caller's, for stop strings.
+        batched: whether it was.
     """
 
     def __init__(self, model, given: PagedCache | None) -> None:
         self.model, self.given = model, given
+        self.config: PagedCacheConfig | None = None
+        self.tokenizer = None
+        self.batched = False
         self.new_cache: PagedCache | None = None
         self.cache: PagedCache | None = None
         self.mask: torch.Tensor | None = None
@@ -124,6 +132,8 @@ def _wrap_generate(original):
             _refuse_what_cannot_be_paged(self, generation_config, kwargs)
             call.new_cache = PagedCache(self.config.get_text_config(decoder=True), config)
             _refuse_without_layers(self, call.new_cache)
+            if can_batch(self, args, kwargs):
+                call.config, call.tokenizer = config, kwargs.get("tokenizer")
             kwargs.pop("cache_implementation", None)
             kwargs.pop("cache_config", None)
             if self.generation_config.use_cache is False:  # a model's default gives way to the call
@@ -146,7 +156,7 @@ def _wrap_generate(original):
                 f"{type(self).__name__} prepares its own cache for generation, which "
                 "cache_implementation='paged' cannot replace"
             )
-        if not self.config.is_encoder_decoder:
+        if not self.config.is_encoder_decoder and not call.batched:
             sequences = result if isinstance(result, torch.Tensor) else result.sequences
             told = call.one_text_a_row and kwargs.get("inputs_embeds") is None
             remember(call.cache, sequences if told else None, call.mask, compaction.order, takes_more(kwargs))
@@ -259,6 +269,29 @@ def _wrap_get_processors(original):
     return _get_logits_processor
 
 
+def _wrap_sample(original):
+    @functools.wraps(original)
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs):
+        call = getattr(_calls, "current", None)
+        if call is not None and call.model is self and call.config is not None:
+            with _running(None):
+                result = sample_batched(
+                    self,
+                    call.config,
+                    input_ids,
+                    model_kwargs.get("attention_mask"),
+                    generation_config,
+                    stopping_criteria,
+                    call.tokenizer,
+                )
+            if result is not None:
+                call.batched = True
+                return result
+        return original(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs)
+
+    return _sample
+
+
 def register() -> None:
     """Make `cache_implementation="paged"` and the attention implementation "hf_paged" known to transformers.
 
@@ -271,6 +304,7 @@ def register() -> None:
         ("generate", _wrap_generate),
         ("_prepare_cache_for_generation", _wrap_prepare_cache),
         ("_get_logits_processor", _wrap_get_processors),
+        ("_sample", _wrap_sample),
     ):
         _originals[name] = GenerationMixin.__dict__[name]
         setattr(GenerationMixin, name, wrap(_originals[name]))

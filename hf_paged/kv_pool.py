@@ -97,6 +97,7 @@ class KVPool:
         self.lock = threading.RLock()
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.expected_layers = 0  # layers that will probably join, for which room to grow is left
+        self.max_blocks: int | None = None  # how far it may grow, where pools divide one budget
         self._orphans: deque = deque()  # requests whose owner was collected, freed at the next safe moment
 
     def add_layer(self, layer_idx: int) -> None:
@@ -164,6 +165,8 @@ class KVPool:
                 )
             per_block = self.block_bytes * len(self._caches)
             affordable = self.budget.available(self.key.device) // per_block if per_block else missing
+            if self.max_blocks is not None:
+                affordable = min(affordable, self.max_blocks - total)
             slack = (total + missing) // 16 + GROWTH_SLACK_BLOCKS
             if affordable < missing:
                 limit, free, fraction = self.budget._limit(self.key.device)
@@ -176,7 +179,8 @@ class KVPool:
             to_come = max(0, self.expected_layers - len(self._caches))
             room = self.budget.available(self.key.device) // (self.block_bytes * (len(self._caches) + to_come))
             reserved = total * to_come // (len(self._caches) + to_come)
-            self._grow(missing + max(0, min(slack, room - reserved - missing)))
+            extra = max(0, min(slack, room - reserved - missing))
+            self._grow(missing + (extra if self.max_blocks is None else min(extra, affordable - missing)))
 
     def _grow(self, num_new_blocks: int) -> None:
         old, new = self.manager.num_blocks, self.manager.num_blocks + num_new_blocks

@@ -46,7 +46,7 @@ class LazyKV(LazyTensor):
 
     Attributes:
         layer: the cache layer whose blocks hold them.
-        step: the AttentionMetadata of the forward that made this tensor.
+        step: the AttentionMetadata, or in a packed forward the PackedGroup, of the forward that made this tensor.
     """
 
     @staticmethod
@@ -74,6 +74,7 @@ class LazyMask(LazyTensor):
     Attributes:
         attention_mask: the 2D padding mask `[batch, columns]` of bool, or None.
         q_offset, kv_offset: column of the first query and of the first key.
+        packed: the PackedStep whose sequences it masks, each in the same pattern; None for a batch of rows.
     """
 
     @staticmethod
@@ -85,6 +86,8 @@ class LazyMask(LazyTensor):
         self.attention_mask = mask_kwargs["attention_mask"]
         self.q_offset, self.kv_offset = mask_kwargs["q_offset"], mask_kwargs["kv_offset"]
         self._build, self._starts = build, None
+        self.packed = None
+        self.mask_kwargs = mask_kwargs
         return self
 
     def build(self, implementation: str) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 # These look at the scores alone, so a batch with padding is nothing to them.
-_WITHOUT_HISTORY = tuple(
+WITHOUT_HISTORY = tuple(
     getattr(logits_process, name)
     for name in (
         "TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper "
@@ -64,7 +64,7 @@ def for_each_row(
     width = arguments.get("input_ids_seq_length")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] != width or bool((mask != 0).all()):
         return processors
-    if all(isinstance(one, _WITHOUT_HISTORY) for one in processors):
+    if all(isinstance(one, WITHOUT_HISTORY) for one in processors):
         return processors
     # Classifier-free guidance runs the model on the whole batch; it comes first in every list.
     whole_batch = [one for one in processors if isinstance(one, _GUIDANCE)]

@@ -1,10 +1,13 @@
-"""What a cache holds, in numbers.
+"""What a cache holds and what a batcher does, in numbers.
 
 Contract: plain immutable figures, read from the pools when asked for.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import deque
 from dataclasses import dataclass
 
 
@@ -64,3 +67,119 @@ class CacheStats:
             bytes_of_tokens=tokens * layer_bytes // pool.block_size,
             num_layers=num_layers,
         )
+
+
+class StepTimes:
+    """How long the parts of a batcher's steps took, in sums and in a window of the latest steps."""
+
+    WINDOW = 200
+
+    def __init__(self) -> None:
+        self.seconds = {"schedule": 0.0, "forward": 0.0, "sample": 0.0}
+        self.steps = self.new_tokens = self.prompt_tokens = self.sequences = 0
+        self.bookkeeping: deque[float] = deque(maxlen=self.WINDOW)  # thread CPU microseconds of each step
+        self._cpu_before = self._cpu = 0
+
+    def begin(self) -> None:
+        self._at, self._cpu_at, self._cpu = time.perf_counter(), time.thread_time_ns(), 0
+
+    def mark(self, part: str) -> None:
+        """The part of the step that ends now was "schedule", "forward", "sample" or "update"."""
+        now, cpu = time.perf_counter(), time.thread_time_ns()
+        self.seconds["schedule" if part == "update" else part] += now - self._at
+        if part in ("schedule", "update"):
+            self._cpu += cpu - self._cpu_at
+        self._at, self._cpu_at = time.perf_counter(), time.thread_time_ns()
+
+    def end(self, new_tokens: int, prompt_tokens: int, sequences: int) -> None:
+        self.steps += 1
+        self.new_tokens += new_tokens
+        self.prompt_tokens += prompt_tokens
+        self.sequences += sequences
+        self.bookkeeping.append(self._cpu / 1000)
+
+
+@dataclass(frozen=True)
+class BatcherStats:
+    """What a ContinuousBatcher holds and has done.
+
+    Attributes:
+        blocks_total, blocks_used, blocks_cached: blocks of all pools: that there are, that running requests hold, and
+            that nobody holds but whose content can be found again.
+        blocks_limit: blocks that the pools may grow to.
+        bytes_total: bytes of the K/V tensors.
+        utilization: `blocks_used / blocks_total`, 0 to 1.
+        waste: share of the held blocks' slots that hold no token, 0 to 1; times 100 the internal waste in percent.
+        preemptions: how often a request gave its blocks back and was computed again.
+        running, waiting: requests now.
+        batch_occupancy: mean number of sequences in a step as a share of `max_num_seqs`.
+        steps: forwards so far.
+        new_tokens, prompt_tokens: tokens sampled, and other tokens computed (recomputed ones included).
+        schedule_seconds, forward_seconds, sample_seconds: where the time of all steps went; bookkeeping is "schedule".
+        bookkeeping_us: median thread CPU microseconds a step for schedule, metadata and update, of the last 200 steps.
+        tokens_per_second: `new_tokens` by the time of all steps.
+    """
+
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_limit: int = 0
+    bytes_total: int = 0
+    utilization: float = 0.0
+    waste: float = 0.0
+    preemptions: int = 0
+    running: int = 0
+    waiting: int = 0
+    batch_occupancy: float = 0.0
+    steps: int = 0
+    new_tokens: int = 0
+    prompt_tokens: int = 0
+    schedule_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    bookkeeping_us: float = 0.0
+    tokens_per_second: float = 0.0
+
+    @classmethod
+    def of(cls, pools, scheduler, times: StepTimes) -> BatcherStats:
+        """Figures of a batcher's pools and scheduler."""
+        total = sum(group.manager.num_blocks for group in scheduler.groups)
+        used = sum(group.manager.used_blocks for group in scheduler.groups)
+        seconds = sum(times.seconds.values())
+        return cls(
+            blocks_total=total,
+            blocks_used=used,
+            blocks_limit=sum(group.max_blocks for group in scheduler.groups),
+            bytes_total=sum(tensor.untyped_storage().nbytes() for tensor in pools.storages()),
+            utilization=used / total if total else 0.0,
+            waste=_waste(pools, scheduler),
+            preemptions=scheduler.num_preemptions,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            batch_occupancy=times.sequences / (times.steps * scheduler.config.max_num_seqs) if times.steps else 0.0,
+            steps=times.steps,
+            new_tokens=times.new_tokens,
+            prompt_tokens=times.prompt_tokens,
+            schedule_seconds=times.seconds["schedule"],
+            forward_seconds=times.seconds["forward"],
+            sample_seconds=times.seconds["sample"],
+            bookkeeping_us=statistics.median(times.bookkeeping) if times.bookkeeping else 0.0,
+            tokens_per_second=times.new_tokens / seconds if seconds else 0.0,
+        )
+
+
+def _waste(pools, scheduler) -> float:
+    """Share of the slots of held blocks, weighted by bytes, that hold no token; a shared block counts once."""
+    held_bytes = token_bytes = 0
+    size, batch = scheduler.block_size, scheduler.batch
+    for index, group in enumerate(scheduler.groups):
+        filled: dict[int, int] = {}
+        for row, request in enumerate(batch.requests):
+            computed = int(batch.num_computed[row])
+            for column, block in enumerate(group.manager.block_table_view(request.key)):
+                if block >= 0:
+                    tokens = max(0, min(size, computed - column * size))
+                    filled[block] = max(filled.get(block, 0), tokens)
+        held_bytes += len(filled) * size * pools.bytes_per_block[index]
+        token_bytes += sum(filled.values()) * pools.bytes_per_block[index]
+    return 1 - token_bytes / held_bytes if held_bytes else 0.0

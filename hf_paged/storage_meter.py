@@ -65,12 +65,14 @@ class PeakMeter:
     `peak_bytes`: the largest sample. At that sample: `rows` (batch size), `seq_length` (cached
     positions of a row, left padding included) and their product `positions`. `forwards`: how many
     forwards were seen with a cache; 0 means that nothing was measured. A later sample as large as
-    the peak replaces it, so the positions are those of the fullest moment.
+    the peak replaces it, so the positions are those of the fullest moment. `tokens`: what a cache without
+    rows and padding says that it held then (PackedCache), or None.
     """
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
         self.peak_bytes = self.rows = self.seq_length = self.forwards = 0
+        self.tokens: int | None = None
         self._hook: Any = None
 
     @property
@@ -96,6 +98,7 @@ class PeakMeter:
             self.peak_bytes = held
             self.rows = _batch_size(args, kwargs)
             self.seq_length = int(cache.get_seq_length())
+            self.tokens = cache.num_tokens_held() if hasattr(cache, "num_tokens_held") else None
 
 
 def _batch_size(args: tuple, kwargs: dict) -> int:

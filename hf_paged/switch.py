@@ -52,6 +52,21 @@ class _Switches:
             self._local.on_mask = None
             callback(attention_mask)
 
+    @property
+    def packed_step(self):
+        """The PackedStep of the packed forward that this thread runs, or None."""
+        return getattr(self._local, "packed", None)
+
+    @contextlib.contextmanager
+    def packed(self, step) -> Iterator[None]:
+        """Run one packed forward: masks and attention of this thread belong to `step`."""
+        outer = self.packed_step
+        self._local.packed = step
+        try:
+            yield
+        finally:
+            self._local.packed = outer
+
     @contextlib.contextmanager
     def switched(self, model: PreTrainedModel, attention: bool = True, weights: bool = False) -> Iterator[None]:
         """Run a paged call: the model in eval mode, with hf_paged attention where it takes it; then as before.

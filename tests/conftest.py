@@ -1,6 +1,7 @@
 """What every test shares: quiet threads, no network, deterministic hypothesis, the demo model.
 
-Contract: importing this module, before any test imports transformers, switches the Hub offline.
+Contract: importing this module, before any test imports transformers or triton, switches the Hub offline and,
+without a GPU, Triton to its interpreter.
 `demo_model` is converted at most once on a machine (in the user's cache, or HF_PAGED_CACHE);
 tests share it and must not change it.
 """
@@ -13,6 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels run in Python
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or min(2, os.cpu_count() or 1)))
 
@@ -31,3 +35,9 @@ def demo_model():
 
 def pytest_addoption(parser):
     parser.addoption("--update-tables", action="store_true", help="write the docs' tables that this run makes")
+
+
+@pytest.fixture
+def through_loop(monkeypatch):
+    """Paged generate calls keep to the loop over the whole batch, where they would go through a batcher."""
+    monkeypatch.setattr("hf_paged.generate.can_batch", lambda *args: False)

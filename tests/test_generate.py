@@ -28,7 +28,7 @@ def paged(model, ids, mask=None, cache_config=None, **kwargs):
 
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_left_padded_rows_equal_their_prompts_alone(name, block_size):
+def test_left_padded_rows_equal_their_prompts_alone(name, block_size, through_loop):
     ids, mask = padded(prompts())
     out = paged(shared(name), ids, mask, {"block_size": block_size})
     assert out.shape == (4, ids.shape[1] + NEW)
@@ -37,7 +37,7 @@ def test_left_padded_rows_equal_their_prompts_alone(name, block_size):
 
 
 @pytest.mark.parametrize("name", PAGED_FAMILIES)
-def test_paged_operators_serve_without_any_dense_gather(name, monkeypatch):
+def test_paged_operators_serve_without_any_dense_gather(name, monkeypatch, through_loop):
     def refuse(*args, **kwargs):
         raise AssertionError("a dense copy of the cache was made")
 

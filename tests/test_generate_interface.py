@@ -243,7 +243,7 @@ def test_empty_prompts_are_refused(batch):
     check(model.generate(batch[0], attention_mask=batch[1], **GREEDY, **PAGED))
 
 
-def test_exhaustion_names_the_counts_and_leaves_the_model_usable(batch):
+def test_exhaustion_names_the_counts_and_leaves_the_model_usable(batch, through_loop):
     model = shared("llama_gqa")
     with pytest.raises(RuntimeError, match=r"needs \d+ blocks?, \d+ available of 4 .*num_blocks"):
         model.generate(batch[0], attention_mask=batch[1], cache_config={"num_blocks": 4}, **GREEDY, **PAGED)

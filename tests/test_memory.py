@@ -74,7 +74,7 @@ def test_left_padding_is_not_stored():
     assert plain == 3 * 4 * 2 * 40 * 16  # the dense view keeps transformers' shape
 
 
-def test_windows_give_blocks_back_during_generation():
+def test_windows_give_blocks_back_during_generation(through_loop):
     model = shared("mistral_swa")
     held = []
     handle = model.register_forward_hook(

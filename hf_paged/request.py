@@ -1,0 +1,178 @@
+"""The requests of a batcher.
+
+Contract: a `Request` is the batcher's own and changes with every step; its lists of tokens and of what is recorded
+with them only ever grow (see `RequestOutput`, which relies on that). No torch in this file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class RequestStatus(Enum):
+    """Where a request is: WAITING -> RUNNING -> FINISHED, with PREEMPTED (its blocks were needed) in between."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, of the model's own distribution (before any logits processor).
+
+    token_id, logprob: the token that stands there, and its own.
+    top: the most likely (token_id, logprob) pairs, as many as were asked for, the best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Request:
+    """One sequence that the batcher generates: a prompt, what was sampled so far, and how far its KV is computed.
+
+    Args:
+        request_id: the caller's name for it; the samples of one prompt share it.
+        prompt_token_ids: at least one token.
+        key: unique and rising with the order of arrival.
+        max_tokens: prompt and output together never get longer.
+        eos_token_ids: tokens that end it.
+        priority: the lower number is served first.
+        index: which of the prompt's samples this is.
+        sampling: what the sampler keeps for it.
+        checks_stop: whether it has stopping criteria beyond length and `eos_token_ids`.
+
+    Attributes:
+        num_computed_tokens: tokens whose KV is written. While it runs, the scheduler's arrays are ahead of this.
+        row: its row in the running batch, -1 while it does not run.
+        is_plain: whether its next token is just the most likely one.
+        samples: further samples of this prompt, which begin when the prompt is computed.
+        owner: the `generate` or `stream` call that it belongs to, or None.
+        is_followed: whether somebody is told of each of its steps.
+        awaited: whether somebody waits for its result.
+        step_error: the exception of a step that took it down.
+        delivered: output tokens that snapshots have shown as new.
+    """
+
+    __slots__ = (
+        "arrival",
+        "awaited",
+        "cache_salt",
+        "checks_stop",
+        "decode",
+        "delivered",
+        "eos_token_ids",
+        "error",
+        "finish_reason",
+        "finished",
+        "first_token",
+        "index",
+        "is_followed",
+        "is_plain",
+        "key",
+        "last_token",
+        "logits",
+        "logprobs",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "order",
+        "output_token_ids",
+        "owner",
+        "priority",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "row",
+        "samples",
+        "sampling",
+        "scores",
+        "started",
+        "status",
+        "step_error",
+        "streamed",
+        "streamer",
+        "wants_prompt_logits",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        key: int,
+        max_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        index: int = 0,
+        sampling: Any = None,
+        checks_stop: bool = False,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.request_id, self.index, self.key = request_id, index, key
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.output_token_ids: list[int] = []
+        self.max_tokens = max_tokens
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.priority = priority
+        self.order = (priority, key)
+        self.sampling, self.checks_stop = sampling, checks_stop
+        self.cache_salt = cache_salt
+        self.status = RequestStatus.WAITING
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.row = -1
+        self.samples: list[Request] = []
+        self.owner: Any = None
+        self.awaited = self.is_followed = False
+        self.step_error: BaseException | None = None
+        self.streamer: Any = None
+        self.streamed = 0  # what the streamer has got: 1 for the prompt, and then each token
+        self.delivered = 0
+        self.wants_prompt_logits = False
+        self.is_plain = False
+        # What the caller asked to keep of each token; None where it did not.
+        self.logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.scores: list | None = None
+        self.logits: list | None = None
+        self.decode: Callable[[Sequence[int]], str] | None = None
+        self.arrival = time.perf_counter()
+        self.started: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.finished: float | None = None
+
+    def __repr__(self) -> str:
+        tokens = f"{len(self.prompt_token_ids)}+{len(self.output_token_ids)} tokens"
+        return f"Request({self.request_id!r}, index={self.index}, {self.status.value}, {tokens})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def tokens(self, first: int, last: int) -> list[int]:
+        """Tokens `first` up to `last` of prompt and output together."""
+        length = len(self.prompt_token_ids)
+        if last <= length:
+            return list(self.prompt_token_ids[first:last])
+        if first >= length:
+            return self.output_token_ids[first - length : last - length]
+        return [*self.prompt_token_ids[first:], *self.output_token_ids[: last - length]]
+
+    def finish(self, reason: str, error: BaseException | None = None) -> None:
+        """End it: "eos", "length", "stop", "abort" or "error"."""
+        self.status, self.finish_reason, self.error = RequestStatus.FINISHED, reason, error
+        self.finished = time.perf_counter()

@@ -1,0 +1,123 @@
+"""A scheduler without a model: tokens come from a rule, so that a test sees what each request was given.
+
+Contract: `Simulation` runs steps as the batcher does and asserts after each that arrays, tables and pools agree, that
+no budget is passed, that every token is computed once and in order between two preemptions, and that no block which
+a request writes is held by another one.
+"""
+
+from __future__ import annotations
+
+from hf_paged.batch_blocks import CacheGroup
+from hf_paged.block_manager import BlockManager
+from hf_paged.config import SchedulerConfig
+from hf_paged.request import Request, RequestStatus
+from hf_paged.scheduler import Scheduler
+
+
+def token_of(request: Request, position: int) -> int:
+    """The token that a request gets at a position; never 0 and 1."""
+    return 2 + (request.key * 31 + position * 7 + request.index) % 97
+
+
+class Simulation:
+    """Requests that go through a scheduler over pools of `num_blocks` blocks, one for each window."""
+
+    def __init__(self, num_blocks=8, block_size=4, windows=(0,), **config) -> None:
+        config.setdefault("max_num_batched_tokens", 64)
+        self.groups = [CacheGroup(BlockManager(num_blocks, block_size), window) for window in windows]
+        self.scheduler = Scheduler(self.groups, SchedulerConfig(**config))
+        self.config = self.scheduler.config
+        self.keys = 0
+        self.requests: list[Request] = []
+        self.stored: dict[int, int] = {}  # request key -> tokens whose KV it has, since it last started
+        self.steps = 0
+
+    def add(self, prompt=5, new=4, priority=0, samples=1, eos=()) -> Request:
+        made = []
+        for index in range(samples):
+            self.keys += 1
+            made.append(
+                Request(
+                    f"r{self.keys}",
+                    range(2, 2 + prompt),
+                    key=self.keys,
+                    max_tokens=prompt + new,
+                    eos_token_ids=eos,
+                    priority=priority,
+                    index=index,
+                )
+            )
+        made[0].samples = made[1:]
+        self.scheduler.check_fits(prompt, prompt + new)
+        self.scheduler.add(made[0])
+        self.requests += made
+        return made[0]
+
+    def step(self):
+        scheduler, batch = self.scheduler, self.scheduler.batch
+        output = scheduler.schedule()
+        for request in output.preempted:
+            assert request.status is RequestStatus.PREEMPTED or request.row >= 0
+            self.stored.pop(request.key, None)
+        decoding = [batch.requests[row] for row in self._rows(output)]
+        assert output.num_tokens <= self.config.max_num_batched_tokens
+        assert output.num_tokens == len(decoding) + sum(prefill.count for prefill in output.prefills)
+        assert batch.num_rows <= self.config.max_num_seqs
+        chunks = [(request, int(batch.num_computed[request.row]), 1) for request in decoding]
+        chunks += [(prefill.request, prefill.start, prefill.count) for prefill in output.prefills]
+        assert len({request.key for request, _, _ in chunks}) == len(chunks)
+        for request, start, count in chunks:
+            assert start == self.stored.get(request.key, 0)
+            if self.config.chunked_prefill_size and count > 1:
+                assert count <= self.config.chunked_prefill_size
+            self._check_blocks(request, start, count)
+            self.stored[request.key] = start + count
+        tokens = [token_of(request, request.num_tokens) for request in decoding]
+        for prefill in output.prefills:
+            if prefill.is_last:
+                for one in (prefill.request, *prefill.samples):
+                    tokens.append(token_of(one, one.num_tokens))
+                    if one is not prefill.request:
+                        self.stored[one.key] = prefill.start + prefill.count
+        for copies in scheduler.blocks.pending_copies:
+            copies.clear()
+        for request in scheduler.update(output, tokens, {}):
+            scheduler.finish(request, scheduler.end_reason(request))
+        scheduler.check_integrity()
+        self.steps += 1
+        return output
+
+    def _rows(self, output):
+        return range(output.num_decode) if output.decode_rows is None else output.decode_rows.tolist()
+
+    def _check_blocks(self, request, start, count) -> None:
+        """Each token has a block of its own request, shared with nobody where it is written."""
+        batch, size = self.scheduler.batch, self.scheduler.block_size
+        for index, group in enumerate(self.groups):
+            table = batch.block_tables[index][request.row]
+            for position in range(start, start + count):
+                block = int(table[position // size])
+                assert block >= 0 and group.manager.requests_of(block) == {request.key}
+            window = group.sliding_window
+            for position in range(max(0, start - window + 1) if window else 0, start):
+                assert table[position // size] >= 0, f"{request} lost position {position} at {start}"
+
+    def run(self, limit=5000) -> None:
+        """Step until everything has ended, and check what each request got."""
+        while self.scheduler.has_unfinished:
+            assert self.steps < limit, f"no end after {limit} steps"
+            output = self.step()
+            assert output.num_tokens > 0 or output.failed, "a step without any progress"
+        for request in self.requests:
+            if request.finish_reason == "abort":
+                continue
+            position = len(request.prompt_token_ids)
+            for token in request.output_token_ids:
+                assert token == token_of(request, position)
+                position += 1
+            if request.finish_reason == "length":
+                assert request.num_tokens == request.max_tokens
+            else:
+                assert request.finish_reason == "eos" and request.output_token_ids[-1] in request.eos_token_ids
+        for group in self.groups:
+            assert group.manager.used_blocks == 0

@@ -1,0 +1,120 @@
+"""What a step costs besides the model: schedule, metadata and update; and that steady decode makes nothing new."""
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from hf_paged.batch_blocks import CacheGroup
+from hf_paged.block_manager import BlockManager
+from hf_paged.config import SchedulerConfig
+from hf_paged.packed_metadata import StepBuilder
+from hf_paged.request import Request
+from hf_paged.scheduler import Scheduler
+
+CPU = torch.device("cpu")
+# Thread CPU microseconds on a machine that does nothing else; the tests leave room for one that does.
+BOUNDS = {64: 50, 256: 150}
+SLACK = 6
+
+
+class Steps:
+    """A scheduler and its tensors with `count` requests, without a model."""
+
+    def __init__(self, count: int, block_size: int = 16, windows=(0,)) -> None:
+        groups = [CacheGroup(BlockManager(20_000, block_size), window) for window in windows]
+        self.scheduler = Scheduler(groups, SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192))
+        self.builder = StepBuilder(self.scheduler.batch, windows, block_size, 8192, CPU, [CPU] * len(windows))
+        for key in range(count):
+            self.scheduler.add(Request(str(key), range(2, 10 + key % 16), key=key, max_tokens=100_000))
+
+    def run(self):
+        output = self.scheduler.schedule()
+        step = self.builder.build(output)
+        tokens = [5] * (output.num_decode + sum(prefill.is_last for prefill in output.prefills))
+        before = time.thread_time_ns()
+        self.scheduler.update(output, tokens, {})
+        return step, time.thread_time_ns() - before
+
+    def timed(self) -> float:
+        """Thread CPU microseconds of one step."""
+        start = time.thread_time_ns()
+        output = self.scheduler.schedule()
+        self.builder.build(output)
+        middle = time.thread_time_ns()
+        tokens = [5] * output.num_decode
+        again = time.thread_time_ns()
+        self.scheduler.update(output, tokens, {})
+        return (middle - start + time.thread_time_ns() - again) / 1000
+
+
+@pytest.mark.parametrize("count", BOUNDS)
+def test_bookkeeping_of_steady_decode(count):
+    steps = Steps(count)
+    for _ in range(20):
+        steps.run()
+    found = min(statistics.median(steps.timed() for _ in range(200)) for _ in range(3))
+    print(f"{count} requests: {found:.0f} us a step, {found / count:.2f} us a request")
+    assert found < SLACK * BOUNDS[count]
+
+
+def test_steady_decode_keeps_its_tensors():
+    steps = Steps(8)
+    steps.run()
+    first, _ = steps.run()
+    addresses = [
+        first.input_ids.data_ptr(),
+        first.position_ids.data_ptr(),
+        first.groups[0].slot_mapping.data_ptr(),
+        first.groups[0].decode_tables.data_ptr(),
+    ]
+    for _ in range(40):
+        step, _ = steps.run()
+        assert step is first
+        group = step.groups[0]
+        assert addresses == [
+            step.input_ids.data_ptr(),
+            step.position_ids.data_ptr(),
+            group.slot_mapping.data_ptr(),
+            group.decode_tables.data_ptr(),
+        ]
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 7)])
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_tensors_say_what_the_tables_say(block_size, windows):
+    """Slots, lengths and positions of every step, prompts and preemption included, from first principles."""
+    steps = Steps(0, block_size, windows)
+    scheduler = steps.scheduler
+    for key, (prompt, new) in enumerate([(5, 30), (40, 9), (1, 50), (17, 12), (33, 3)]):
+        scheduler.add(Request(str(key), range(2, 2 + prompt), key=key, max_tokens=prompt + new))
+    scheduler.config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=11)
+    while scheduler.has_unfinished:
+        output = scheduler.schedule()
+        step = steps.builder.build(output)
+        batch = scheduler.batch
+        parts = [(batch.requests[row], 1) for row in step.rows()[: output.num_decode]]
+        parts += [(prefill.request, prefill.count) for prefill in output.prefills]
+        ids, positions, at = step.input_ids[0].tolist(), step.position_ids[0].tolist(), 0
+        assert len(ids) == len(positions) == step.num_tokens == output.num_tokens
+        for number, (request, count) in enumerate(parts):
+            start = int(batch.num_computed[request.row])
+            here = slice(at, at + count)
+            assert positions[here] == list(range(start, start + count))
+            assert ids[here] == request.tokens(start, start + count)
+            for index, group in enumerate(step.groups):
+                table = scheduler.groups[index].manager.block_table(request.key)
+                slots = [table[p // block_size] * block_size + p % block_size for p in positions[here]]
+                assert group.slot_mapping[here].tolist() == slots
+                if number < output.num_decode:
+                    mine, length = group.decode_tables[number].tolist(), int(group.decode_lens[number])
+                else:
+                    chunk = number - output.num_decode
+                    mine, length = group.prefill_tables[chunk].tolist(), int(group.prefill_lens[chunk])
+                assert length == start + count and mine[: len(table)] == table[: len(mine)]
+            at += count
+        tokens = [7] * (output.num_decode + sum(prefill.is_last for prefill in output.prefills))
+        for request in scheduler.update(output, tokens, {}):
+            scheduler.finish(request, "length")
+        scheduler.check_integrity()
