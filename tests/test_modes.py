@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, StoppingCriteria, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged import attention
+from hf_paged import attention, generate
 
 NEW = 16
 MODELS = ["llama_gqa", "mistral_swa"]
@@ -65,6 +65,8 @@ SAMPLE = {"do_sample": True, "seed": 5}
 
 # name -> settings. "alone" marks modes that transformers allows for one prompt only.
 MODES = {
+    "greedy, tokens alone": {},
+    "sampling, tokens alone": SAMPLE,
     "greedy": SCORES,
     "sampling": {**SAMPLE, **SCORES},
     "temperature, top_k, top_p": {**SAMPLE, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
@@ -186,20 +188,24 @@ def model_of(name: str):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_mode_equals_plain_generate(mode):
-    paths = set()
+def test_mode_equals_plain_generate(mode, monkeypatch):
+    paths, batched = set(), []
+    hand_over = generate.sample_batched
+    monkeypatch.setattr(generate, "sample_batched", lambda *args: batched.append(hand_over(*args)) or batched[-1])
     for name in MODELS:
         model = model_of(name)
         want = run(model, MODES[mode], paged=False)
         attention.calls.clear()
         got = run(model, MODES[mode], paged=True)
         paths |= {path for path in ("paged", "dense") if attention.calls[path]}
+        paths |= {"batched" for result in batched if result is not None}
         compare(got[0], want[0])
         assert got[1] == want[1]
         assert torch.equal(got[2], want[2]), "the random generator ends elsewhere"
         if hasattr(got[0], "past_key_values"):
             got[0].past_key_values.check_integrity()
-    TABLE.record(mode, "equal", "paged operators" if paths == {"paged"} else "dense gather")
+    way = "batcher" if "batched" in paths else "loop" if "dense" not in paths else "loop, gathered"
+    TABLE.record(mode, "equal", way)
 
 
 @pytest.mark.parametrize("mode", REFUSED)
