@@ -1,0 +1,97 @@
+"""Writing keys and values into their slots.
+
+Contract: the operator `reshape_and_cache` of the package, for any floating dtype of 2 or 4 bytes: bits are moved
+as 16-bit integers, so one compiled kernel serves all. A program moves BLOCK_HEADS heads of one token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import runtime, variants
+from .runtime import unspecialized
+
+
+@unspecialized(i16="key value key_cache value_cache", i64="slot_mapping")
+def reshape_and_cache_kernel(
+    key,  # [T, KH, Dk], any strides but the last, which is 1
+    value,  # [T, KH, Dv], likewise
+    key_cache,  # [num_blocks, KH, block_size, Dk], contiguous
+    value_cache,  # [num_blocks, KH, block_size, Dv], contiguous
+    slot_mapping,  # [T] int64, contiguous; -1 writes nothing
+    num_kv_heads,  # KH
+    block_size,
+    key_units,  # Dk / VEC, with Dk in 16-bit pieces like all that follows
+    value_units,  # Dv / VEC
+    key_stride_t: tl.int64,  # in units of VEC pieces, like the next three
+    key_stride_h: tl.int64,
+    value_stride_t: tl.int64,
+    value_stride_h: tl.int64,
+    VEC: tl.constexpr,  # pieces of 16 bytes where everything is aligned to them, else 1
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    exists = head < num_kv_heads
+    block = slot // block_size
+    cache_row = (block * num_kv_heads + head) * block_size + (slot - block * block_size)
+    move_rows(key, key_cache, token * key_stride_t, head * key_stride_h, cache_row, exists, key_units, VEC, BLOCK_D)
+    move_rows(
+        value, value_cache, token * value_stride_t, head * value_stride_h, cache_row, exists, value_units, VEC, BLOCK_D
+    )
+
+
+@triton.jit
+def move_rows(source, cache, token_units, head_units, cache_row, exists, units, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy one row of units * VEC pieces for each head that exists."""
+    dim = units * VEC
+    source_row = source + ((token_units + head_units) * VEC)[:, None]
+    target_row = cache + (cache_row * dim)[:, None]
+    if VEC > 1:
+        source_row = tl.multiple_of(source_row, (16, 16))
+        target_row = tl.multiple_of(target_row, (16, 16))
+    for first in range(0, dim, BLOCK):
+        d = first + tl.arange(0, BLOCK)
+        inside = exists[:, None] & (d < dim)[None, :]
+        tl.store(target_row + d[None, :], tl.load(source_row + d[None, :], mask=inside), mask=inside)
+
+
+@torch.no_grad()
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write the K and V of T tokens into their slots, in place; see the package's function."""
+    arch = runtime.architecture_of(key_cache)
+    num_tokens, (num_kv_heads, block_size) = key.shape[0], key_cache.shape[1:3]
+    if num_tokens == 0:
+        return
+    key, value, key_cache, value_cache = map(runtime.as_pieces, (key, value, key_cache, value_cache))
+    caches_aligned = runtime.is_aligned(key_cache) and runtime.is_aligned(value_cache)
+    aligned = caches_aligned and runtime.is_aligned(key) and runtime.is_aligned(value)
+    variant = variants.reshape_and_cache(arch, aligned)
+    vec = variant["VEC"]
+    runtime.launch(
+        variant,
+        (num_tokens, triton.cdiv(num_kv_heads, variant["BLOCK_HEADS"])),
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping.contiguous(),
+        num_kv_heads,
+        block_size,
+        key.shape[2] // vec,
+        value.shape[2] // vec,
+        key.stride(0) // vec,
+        key.stride(1) // vec,
+        value.stride(0) // vec,
+        value.stride(1) // vec,
+    )
