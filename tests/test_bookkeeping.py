@@ -11,6 +11,7 @@ from hf_paged.block_manager import BlockManager
 from hf_paged.config import SchedulerConfig
 from hf_paged.packed_metadata import StepBuilder
 from hf_paged.request import Request
+from hf_paged.request_output import RequestOutput
 from hf_paged.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -48,6 +49,13 @@ class Steps:
         self.scheduler.update(output, tokens, {})
         return (middle - start + time.thread_time_ns() - again) / 1000
 
+    def outputs(self) -> float:
+        """Thread CPU microseconds to build a RequestOutput of each request."""
+        start = time.thread_time_ns()
+        for request in self.scheduler.batch.requests:
+            RequestOutput(request)
+        return (time.thread_time_ns() - start) / 1000
+
 
 @pytest.mark.parametrize("count", BOUNDS)
 def test_bookkeeping_of_steady_decode(count):
@@ -55,7 +63,8 @@ def test_bookkeeping_of_steady_decode(count):
     for _ in range(20):
         steps.run()
     found = min(statistics.median(steps.timed() for _ in range(200)) for _ in range(3))
-    print(f"{count} requests: {found:.0f} us a step, {found / count:.2f} us a request")
+    outputs = min(statistics.median(steps.outputs() for _ in range(50)) for _ in range(3))
+    print(f"{count} requests: {found:.0f} us a step, and {outputs:.0f} us for RequestOutputs where step() is called")
     assert found < SLACK * BOUNDS[count]
 
 
@@ -118,3 +127,16 @@ def test_tensors_say_what_the_tables_say(block_size, windows):
         for request in scheduler.update(output, tokens, {}):
             scheduler.finish(request, "length")
         scheduler.check_integrity()
+
+
+def test_the_bench_draws_what_is_held():
+    from hf_paged_eval.bench.batching import bookkeeping, kv_use, svg, tiny_model
+
+    inside, rest = bookkeeping(4, steps=10)
+    assert 0 < inside < rest
+    series = kv_use(tiny_model(), num_requests=6, max_num_seqs=3)
+    assert all(0 <= t <= h for t, h in zip(series["tokens"], series["held"], strict=True))
+    assert max(series["held"]) < max(series["contiguous"]) and len(series["held"]) > 20
+    assert max(series["contiguous"]) <= 3 * -(-400 // 16)
+    drawing = svg(series, "blocks")
+    assert drawing.count("<polyline") == 3 and drawing.startswith("<svg") and drawing.rstrip().endswith("</svg>")

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 from batcher_helpers import batcher, check, greedy, model_of
-from more_models import build_more
-from tiny_models import build, prompts
+from more_models import VISION, build_more, build_vision
+from tiny_models import assert_same_text, build, oracle, prompts, widen
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_paged
@@ -135,8 +135,6 @@ class TestPositions:
         config.max_position_embeddings = 64
         config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}
         torch.manual_seed(0)
-        from tiny_models import widen
-
         return widen(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
     def test_dynamic_frequencies_are_admitted_up_to_where_they_change(self):
@@ -172,6 +170,13 @@ class TestPaths:
             calls.clear()
             check(name, prompts(), one.generate(prompts(), greedy()))
         assert calls["packed_dense"] and not calls["packed"]
+
+    @pytest.mark.parametrize("name", VISION)
+    def test_vision_language_models_with_prompts_of_text(self, name):
+        model, _ = build_vision(name)
+        with batcher(model) as one:
+            for row, output in zip(prompts(), one.generate(prompts(), greedy()), strict=True):
+                assert_same_text(model, row, list(output.output_token_ids), oracle(model, row, 12))
 
     def test_dropout_and_training_mode_play_no_part(self):
         model = build("llama_gqa", attention_dropout=0.5).train()

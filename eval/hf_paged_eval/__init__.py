@@ -5,7 +5,7 @@ speed (perplexity, KL divergence, gates, benchmarks). It sees hf_paged only as a
 the public names of `hf_paged` itself, never its submodules, so whatever it reports is what a
 user would get. Nothing in hf_paged imports it, except the console script, inside commands.
 
-The room is empty for now: perplexity, gates and benchmarks fill it later.
+`bench` measures continuous batching; perplexity and gates come later.
 """
 
 __all__: list[str] = []

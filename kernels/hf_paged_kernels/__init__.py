@@ -90,8 +90,7 @@ def paged_decode(
     options.update(seq_starts=seq_starts, return_lse=return_lse, max_seq_len=max_seq_len)
     tensors = (query, key_cache, value_cache, block_tables, seq_lens)
     check_attention(*tensors, **options)
-    out, lse = call("paged_decode", tensors, tuple(options.values()))
-    return (out, lse) if return_lse else out
+    return call("paged_decode", tensors, options)
 
 
 def paged_prefill(
@@ -128,8 +127,7 @@ def paged_prefill(
     options.update(max_query_len=max_query_len)
     tensors = (query, key_cache, value_cache, block_tables)
     check_attention(*tensors, seq_lens, query_start_loc=query_start_loc, **options)
-    out, lse = call("paged_prefill", (*tensors, query_start_loc, seq_lens), tuple(options.values()))
-    return (out, lse) if return_lse else out
+    return call("paged_prefill", (*tensors, query_start_loc, seq_lens), options)
 
 
 def copy_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -45,12 +45,18 @@ def reset_op_calls() -> None:
         _calls.update(dict.fromkeys(OPS, 0))
 
 
-def call(op: str, tensors: tuple, options: tuple = ()):
-    """Run an operator on plain tensors at once; through `torch.ops` where something traces or intercepts."""
+def call(op: str, tensors: tuple, options: dict | None = None):
+    """Run an operator on plain tensors at once; through `torch.ops` where something traces or intercepts.
+
+    Args:
+        options: those of `OPTIONS` that the operator takes, in that order.
+    """
     if type(tensors[0]) in _PLAIN and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
-        return _IMPLEMENTATIONS[op](*tensors, *options)
+        caches = tensors[2:4] if op == "reshape_and_cache" else tensors[:2] if op == "copy_blocks" else tensors[1:3]
+        return _run(op, *caches, tensors, options or {})
     with torch.no_grad():
-        return getattr(torch.ops.hf_paged, op)(*tensors, *options)
+        result = getattr(torch.ops.hf_paged, op)(*tensors, *(options or {}).values())
+    return result if options is None or options["return_lse"] else result[0]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -89,7 +95,8 @@ OPTIONS = ("scale", "sliding_window", "softcap", "sinks", "seq_starts", "return_
 def _attention(op, tensors, values):
     options = dict(zip(OPTIONS, values, strict=False))
     result = _run(op, tensors[1], tensors[2], tensors, options)
-    return result if options["return_lse"] else (result, None)
+    # An operator's outputs are fixed: without return_lse the second one is empty.
+    return result if options["return_lse"] else (result, tensors[0].new_empty(0, dtype=torch.float32))
 
 
 def _fake_decode(query, key_cache, value_cache, block_tables, seq_lens, *options):
@@ -111,19 +118,6 @@ def _nothing(*tensors):
     """The fake of an operator that only writes."""
 
 
-def _always_two(op: str):
-    """The implementation behind a schema: attention returns two tensors, the second empty without return_lse."""
-    implementation = _IMPLEMENTATIONS[op]
-    if not op.startswith("paged"):
-        return implementation
-
-    def run(query, *rest):
-        out, lse = implementation(query, *rest)
-        return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-    return run
-
-
 _IMPLEMENTATIONS = {
     "reshape_and_cache": _write,
     "copy_blocks": _copy,
@@ -139,5 +133,5 @@ _FAKES = {
 _library = torch.library.Library("hf_paged", "DEF")
 for _op, _schema in _SCHEMAS.items():
     _library.define(_op + _schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    _library.impl(_op, _always_two(_op), "CompositeExplicitAutograd")
+    _library.impl(_op, _IMPLEMENTATIONS[_op], "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_paged::{_op}", _FAKES[_op], lib=_library)

@@ -60,22 +60,35 @@ INLINE void NAME(dots)(const int TOKENS, const int ROWS, const S *const *k, cons
     }
 }
 
+/* Ask for `count` rows of `bytes` bytes. The blocks of a sequence lie anywhere, so no processor guesses the next one:
+ * each loop asks for what the next loop reads, a few rows at a time, as many as it reads itself. */
+INLINE void NAME(prefetch)(const S *const *rows, int count, int64_t bytes) {
+    for (int t = 0; t < count; t++)
+        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const char *)rows[t] + byte);
+}
+
 INLINE void NAME(score_rows)(const int ROWS, const S *const *k, int count, const float *q, int64_t dim, int64_t dk,
-                             float *scores) {
+                             float *scores, const S *const *next, int64_t next_bytes) {
     int t = 0;
-    for (; t + 4 <= count; t += 4) NAME(dots)(4, ROWS, k + t, q, dim, dk, scores + t);
+    for (; t + 4 <= count; t += 4) {
+        NAME(prefetch)(next + t, 4, next_bytes);
+        NAME(dots)(4, ROWS, k + t, q, dim, dk, scores + t);
+    }
+    NAME(prefetch)(next + t, count - t, next_bytes);
     for (; t < count; t++) NAME(dots)(1, ROWS, k + t, q, dim, dk, scores + t);
 }
 
 /* out[r][n] += sum over t of weights[r][t] * v[t][n], for PAIRS * 2 * LANES columns from n on. */
 INLINE void NAME(add_values)(const int ROWS, const int PAIRS, const S *const *v, int count, const float *weights,
-                             int64_t n, int tail, int64_t dv, float *out) {
+                             int64_t n, int tail, int64_t dv, float *out, const S *const *next, int num_next,
+                             int64_t next_bytes) {
     vf sums[4][8];
     UNROLLED
     for (int r = 0; r < ROWS; r++)
         UNROLLED
         for (int p = 0; p < 2 * PAIRS; p++) sums[r][p] = vf_load(out + r * dv + n + p * LANES);
     for (int t = 0; t < count; t++) {
+        if (t < num_next) NAME(prefetch)(next + t, 1, next_bytes);
         UNROLLED
         for (int p = 0; p < PAIRS; p++) {
             vf a, b;
@@ -98,11 +111,13 @@ INLINE void NAME(add_values)(const int ROWS, const int PAIRS, const S *const *v,
 }
 
 INLINE void NAME(sum_rows)(const int ROWS, const S *const *v, int count, const float *weights, int64_t dim, int64_t dv,
-                           float *out) {
+                           float *out, const S *const *next, int num_next, int64_t next_bytes) {
     int64_t n = 0;
-    for (; n + 4 * LANES <= dim; n += 4 * LANES) NAME(add_values)(ROWS, 2, v, count, weights, n, 0, dv, out);
-    for (; n + 2 * LANES <= dim; n += 2 * LANES) NAME(add_values)(ROWS, 1, v, count, weights, n, 0, dv, out);
-    if (n < dim) NAME(add_values)(ROWS, 1, v, count, weights, n, (int)(dim - n), dv, out);
+    for (; n + 4 * LANES <= dim; n += 4 * LANES, num_next = 0)
+        NAME(add_values)(ROWS, 2, v, count, weights, n, 0, dv, out, next, num_next, next_bytes);
+    for (; n + 2 * LANES <= dim; n += 2 * LANES, num_next = 0)
+        NAME(add_values)(ROWS, 1, v, count, weights, n, 0, dv, out, next, num_next, next_bytes);
+    if (n < dim) NAME(add_values)(ROWS, 1, v, count, weights, n, (int)(dim - n), dv, out, next, num_next, next_bytes);
 }
 
 static void NAME(few)(const struct attention *a, const struct task *task, void *scratch) {
@@ -110,7 +125,9 @@ static void NAME(few)(const struct attention *a, const struct task *task, void *
     const int rows = (int)(task->row_to - task->row_from);
     float *q = scratch, *out = q + MAX_FEW_ROWS * dk, *scores = out + MAX_FEW_ROWS * dv;
     float *top = scores + MAX_FEW_ROWS * TILE_POSITIONS, *total = top + MAX_FEW_ROWS;
-    const S *k[TILE_POSITIONS], *v[TILE_POSITIONS];
+    const int64_t k_bytes = a->head_dim * (int64_t)sizeof(S), v_bytes = a->head_dim_v * (int64_t)sizeof(S);
+    const S *k_rows[2][TILE_POSITIONS], *v_rows[2][TILE_POSITIONS]; /* of this tile and the next */
+    int turn = 0, count = tile_count(task, task->from);
 
     for (int r = 0; r < rows; r++) {
         NAME(load_query)(a, task, task->row_from + r, q + r * dk, 1);
@@ -119,18 +136,19 @@ static void NAME(few)(const struct attention *a, const struct task *task, void *
     }
     memset(out, 0, sizeof(float) * rows * dv);
 
-    for (int64_t from = task->from; from < task->to; from += TILE_POSITIONS) {
-        int count = (int)(task->to - from < TILE_POSITIONS ? task->to - from : TILE_POSITIONS);
-        NAME(find_rows)(a, task, from, count, k, v);
-        for (int t = 0; t < count; t++) /* V of this tile arrives while K is scored */
-            for (int64_t byte = 0; byte < a->head_dim_v * (int64_t)sizeof(S); byte += 64)
-                __builtin_prefetch((const char *)v[t] + byte);
+    NAME(find_rows)(a, task, task->from, count, k_rows[0], v_rows[0]);
+    NAME(prefetch)(k_rows[0], count < 16 ? count : 16, k_bytes);
+    for (int64_t from = task->from; from < task->to; from += TILE_POSITIONS, turn = !turn) {
+        const S *const *k = k_rows[turn], *const *v = v_rows[turn], *const *next = k_rows[!turn];
+        const int num_next = tile_count(task, from + TILE_POSITIONS);
+        if (num_next) NAME(find_rows)(a, task, from + TILE_POSITIONS, num_next, k_rows[!turn], v_rows[!turn]);
         for (int r = 0; r < rows; r += 3) {
             float *s = scores + r * TILE_POSITIONS;
+            const int64_t bytes = r ? 0 : v_bytes;
             switch (rows - r) {
-            case 1: NAME(score_rows)(1, k, count, q + r * dk, a->head_dim, dk, s); break;
-            case 2: NAME(score_rows)(2, k, count, q + r * dk, a->head_dim, dk, s); break;
-            default: NAME(score_rows)(3, k, count, q + r * dk, a->head_dim, dk, s);
+            case 1: NAME(score_rows)(1, k, count, q + r * dk, a->head_dim, dk, s, v, bytes); break;
+            case 2: NAME(score_rows)(2, k, count, q + r * dk, a->head_dim, dk, s, v, bytes); break;
+            default: NAME(score_rows)(3, k, count, q + r * dk, a->head_dim, dk, s, v, bytes);
             }
         }
         for (int r = 0; r < rows; r++) {
@@ -164,12 +182,15 @@ static void NAME(few)(const struct attention *a, const struct task *task, void *
         }
         for (int r = 0; r < rows; r += 3) {
             const float *weights = scores + r * TILE_POSITIONS;
+            float *sums = out + r * dv;
+            const int ahead = r ? 0 : num_next;
             switch (rows - r) {
-            case 1: NAME(sum_rows)(1, v, count, weights, a->head_dim_v, dv, out + r * dv); break;
-            case 2: NAME(sum_rows)(2, v, count, weights, a->head_dim_v, dv, out + r * dv); break;
-            default: NAME(sum_rows)(3, v, count, weights, a->head_dim_v, dv, out + r * dv);
+            case 1: NAME(sum_rows)(1, v, count, weights, a->head_dim_v, dv, sums, next, ahead, k_bytes); break;
+            case 2: NAME(sum_rows)(2, v, count, weights, a->head_dim_v, dv, sums, next, ahead, k_bytes); break;
+            default: NAME(sum_rows)(3, v, count, weights, a->head_dim_v, dv, sums, next, ahead, k_bytes);
             }
         }
+        count = num_next;
     }
     for (int r = 0; r < rows; r++) NAME(finish)(a, task, task->row_from + r, out + r * dv, top[r], total[r]);
 }

@@ -67,6 +67,12 @@ extern const struct isa isa_baseline, isa_avx2, isa_avx512, isa_avx512_bf16, isa
 /* A head's row in scratch is padded to this many floats: two vectors of the widest instruction set. */
 static inline int64_t padded(int64_t count) { return (count + 31) / 32 * 32; }
 
+/* Positions of the tile of a task that begins at `from`; 0 past the end. */
+static inline int tile_count(const struct task *task, int64_t from) {
+    int64_t left = task->to - from;
+    return left <= 0 ? 0 : left < TILE_POSITIONS ? (int)left : TILE_POSITIONS;
+}
+
 /* First position that the query at `position` sees. */
 static inline int64_t first_seen(const struct attention *a, int64_t seq, int64_t position) {
     int64_t first = a->sliding_window ? position - a->sliding_window + 1 : 0;

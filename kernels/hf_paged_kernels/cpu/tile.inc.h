@@ -134,7 +134,7 @@ static void NAME(tile)(const struct attention *a, const struct task *task, void 
     const int64_t all_to = task->position + task->row_from / group + 1;
 
     for (int64_t from = task->from; from < task->to; from += TILE_POSITIONS) {
-        const int count = (int)(task->to - from < TILE_POSITIONS ? task->to - from : TILE_POSITIONS);
+        const int count = tile_count(task, from);
         NAME(find_rows)(a, task, from, count, k, v);
         for (int t = 0; t < count; t++) {
             k_rows[t] = k_direct ? (const float *)k[t] : k_wide + t * dk;
