@@ -32,7 +32,7 @@ def run(model, ids, new, **settings):
     return out, held
 
 
-def test_four_beams_hold_little_more_than_one():
+def test_four_beams_hold_little_more_than_one(through_loop):
     model = shared("llama_gqa")
     ids = torch.tensor(prompts((512 - 40,), seed=3))  # the model has 512 positions
     settings = {"do_sample": False}
@@ -43,7 +43,7 @@ def test_four_beams_hold_little_more_than_one():
     assert beams.most < 1.3 * alone.most
 
 
-def test_prompt_of_512_and_32_new_tokens_counted():
+def test_prompt_of_512_and_32_new_tokens_counted(through_loop):
     model = shared("qwen2")
     ids = torch.tensor(prompts((512,), seed=3))
     _, alone = run(model, ids, 32, do_sample=False)
@@ -82,7 +82,7 @@ def test_batch_of_beams_with_padding():
     assert used.blocks_used == used.blocks_held  # nothing of dropped beams stays
 
 
-def test_samples_of_one_prompt_store_it_once():
+def test_samples_of_one_prompt_store_it_once(through_loop):
     model = shared("llama_gqa")
     ids = torch.tensor(prompts((160,), seed=9))
     _, alone = run(model, ids, 8, do_sample=False)

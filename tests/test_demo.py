@@ -11,8 +11,9 @@ from hf_paged.demo import Oracle, Run, new_tokens, run_demo, summary_table, toke
 from hf_paged.demo_prompts import CHATS
 
 
-def meter(peak_bytes=0, rows=1, seq_length=0):
-    return SimpleNamespace(peak_bytes=peak_bytes, rows=rows, seq_length=seq_length, positions=rows * seq_length)
+def meter(peak_bytes=0, rows=1, seq_length=0, tokens=None):
+    held = {"peak_bytes": peak_bytes, "rows": rows, "seq_length": seq_length, "tokens": tokens}
+    return SimpleNamespace(positions=rows * seq_length, **held)
 
 
 def test_verdicts():
@@ -35,6 +36,8 @@ def test_real_positions_leave_padding_out():
     run = Run(rows=[[5, 2], [5, 6, 7, 8]], seconds=2.0, meter=meter(rows=2, seq_length=7))
     assert run.real_positions([1, 4], padded_length=4) == (1 + 2) + (4 + 3)
     assert run.tokens_per_second == 3
+    # A cache that holds no padding says itself what it holds.
+    assert Run(run.rows, 2.0, meter(rows=1, seq_length=0, tokens=9)).real_positions([1, 4], padded_length=4) == 9
 
 
 def test_waste_is_what_holds_no_token():
