@@ -41,6 +41,7 @@ def problems(dtype):
     yield build([130, 9, 70], [64, 9, 33], head_dim=24, block_size=16, group=3, dtype=dtype)
     yield build([66, 0, 70], [66, 0, 5], head_dim=96, head_dim_v=40, block_size=4, group=1, **everything)
     yield build([90, 7], [40, 1], head_dim=128, block_size=64, group=5, dtype=dtype, lse=True)
+    yield build([5, 77], head_dim=64, dtype=dtype, scale=-0.2)  # what pads a vector must not win the maximum
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -140,6 +141,31 @@ def test_slots_and_pairs_outside_the_pool_are_refused_before_anything_is_written
             with pytest.raises(ValueError, match="pairs: expected .* in row 1"):
                 kernels.copy_blocks(pool + 1, pool, torch.tensor(pairs))
     assert not pool.any()
+
+
+@pytest.mark.parametrize("value", [0.1, 1.0])
+def test_sums_over_long_contexts_keep_the_bound(value):
+    """Values of one sign: one running sum over all positions would drift."""
+    case = build([8192], [64], head_dim=64, kv_heads=1, group=4, block_size=16, scale=5 / 8, seed=1)
+    finite = case.value_cache.isfinite()
+    case.value_cache[finite] = value + 0.1 * case.value_cache[finite] * (value == 1.0)
+    check(case, "c")
+
+
+def test_a_sink_of_nan_shows():
+    case = build([9, 4], sinks=True)
+    case.options["sinks"] = torch.full_like(case.options["sinks"], float("nan"))
+    assert case.run("c")[0].isnan().all() and case.run("reference")[0].isnan().all()
+
+
+def test_tensors_of_another_device_are_refused():
+    pool, message = torch.zeros(1, 1, 4, 8, device="meta"), r"backend\('c'\): expected caches on the CPU, got meta"
+    with kernels.backend("c"):
+        with pytest.raises(ValueError, match=message):
+            dispatch.choose(pool.device, pool.dtype)
+        with pytest.raises(ValueError, match=message):
+            kernels.copy_blocks(pool, pool, torch.zeros(1, 2, dtype=torch.int64, device="meta"))
+        assert "cpu: c" in kernels.describe()
 
 
 def test_float64_is_refused():

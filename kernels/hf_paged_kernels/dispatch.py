@@ -57,6 +57,8 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> tuple
     """The backend for caches of this device, dtype and (larger) head size, and why."""
     forced = _forced.get()
     if forced is not None:
+        if forced == "c" and device.type != "cpu":  # plain pointers: it would read another device's addresses
+            raise ValueError(f"backend('c'): expected caches on the CPU, got {device}")
         return forced, f"forced by backend({forced!r})"
     if dtype not in NARROW:
         return "reference", "plain torch: the kernels accumulate in float32"
@@ -96,7 +98,7 @@ def _force(name: str):
 
 def describe() -> str:
     """What runs where, and why, a line for each kind of device."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() and _forced.get() != "c" else ["cpu"]
     lines = [f"hf_paged_kernels: known backends: {', '.join(sorted(BACKENDS))}"]
     for device in devices:
         chosen = {dtype: choose(torch.device(device), dtype) for dtype in DTYPES}

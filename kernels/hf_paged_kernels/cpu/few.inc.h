@@ -153,16 +153,15 @@ static void NAME(few)(const struct attention *a, const struct task *task, void *
         }
         for (int r = 0; r < rows; r++) {
             float *s = scores + r * TILE_POSITIONS;
-            for (int t = count; t % LANES; t++) s[t] = -INFINITY; /* weight 0 */
-            vf largest = vf_set(-INFINITY);
-            for (int t = 0; t < count; t += LANES) {
+            for (int t = 0; (PAIRED || a->softcap > 0) && t < count; t += LANES) {
                 vf x = vf_load(s + t);
                 if (PAIRED) x *= (float)a->scale;
                 if (a->softcap > 0) x = vf_tanh(x * (float)(1 / a->softcap)) * (float)a->softcap;
-                if (PAIRED || a->softcap > 0) vf_store(s + t, x);
-                largest = vf_max(largest, x);
+                vf_store(s + t, x);
             }
-            for (int t = count; t % LANES; t++) s[t] = -INFINITY; /* not -softcap, nor a negative scale's +inf */
+            for (int t = count; t % LANES; t++) s[t] = -INFINITY; /* weight 0 */
+            vf largest = vf_set(-INFINITY);
+            for (int t = 0; t < count; t += LANES) largest = vf_max(largest, vf_load(s + t));
             float highest = vf_top(largest);
             if (highest > top[r]) {
                 float factor = vf_exp(vf_set(top[r] - highest))[0];

@@ -10,6 +10,9 @@
 
 #include "paged.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(HF_PAGED_WITHOUT_OPENMP)
 static int omp_get_thread_num(void) { return 0; }
 #else
@@ -35,6 +38,14 @@ static const struct isa *known[] = {
 enum { NUM_KNOWN = sizeof known / sizeof known[0] };
 static const struct isa *chosen;
 
+#if defined(__x86_64__)
+/* GCC before 11 and clang before 18 do not know "f16c" as a name of __builtin_cpu_supports. */
+static int has_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 static int runs_here(const struct isa *isa) {
 #if defined(__x86_64__)
     if (isa == &isa_avx512_bf16) return runs_here(&isa_avx512) && __builtin_cpu_supports("avx512bf16");
@@ -42,7 +53,7 @@ static int runs_here(const struct isa *isa) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (isa == &isa_avx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #endif
     (void)isa;
     return 1;

@@ -40,6 +40,7 @@ struct attention {
     double scale, softcap;  /* softcap 0: off */
     int64_t num_threads;
 };
+_Static_assert(sizeof(struct attention) == 28 * 8, "the wrapper packs 28 fields of 8 bytes: 64-bit platforms only");
 
 /* A run of query rows of one sequence and KV head over a run of its positions. Row f of a sequence's chunk and
  * KV head is query f / group, head f % group of the group: the heads that share K lie side by side. */

@@ -91,7 +91,7 @@ static void NAME(finish)(const struct attention *a, const struct task *task, int
     }
     const int64_t group = a->num_heads / a->num_kv_heads, head = task->kv_head * group + f % group;
     const int64_t row = (task->token + f / group) * a->num_heads + head;
-    if (a->sinks && a->sinks[head] > -INFINITY) { /* one more term of the denominator */
+    if (a->sinks && a->sinks[head] != -INFINITY) { /* one more term of the denominator; NaN makes all NaN */
         float sink = a->sinks[head];
         if (sink > top) {
             float factor = expf(top - sink);

@@ -38,15 +38,13 @@ INLINE void NAME(tile_scores)(const int TOKENS, const float *const *k, const flo
     }
 }
 
-/* out[m][n] += sum over t of weights[t][m] * v[t][n], for ROWS rows and two vectors of columns. */
-INLINE void NAME(tile_values)(const int ROWS, const float *const *v, int count, const float *weights, int64_t n,
-                              float *out, int64_t dv) {
+/* out[m][n] = out[m][n] * factor[m] + sum over t of weights[t][m] * v[t][n], for ROWS rows and two vectors of columns.
+ * The sum of a tile starts at 0: over ten thousand positions a single running sum would lose 1e-5 to rounding. */
+INLINE void NAME(tile_values)(const int ROWS, const float *const *v, int count, const float *weights,
+                              const float *factor, int64_t n, float *out, int64_t dv) {
     vf sums[8][2];
     UNROLLED
-    for (int m = 0; m < ROWS; m++) {
-        sums[m][0] = vf_load(out + m * dv + n);
-        sums[m][1] = vf_load(out + m * dv + n + LANES);
-    }
+    for (int m = 0; m < ROWS; m++) sums[m][0] = sums[m][1] = vf_set(0);
     for (int t = 0; t < count; t++) {
         vf v0 = vf_load(v[t] + n), v1 = vf_load(v[t] + n + LANES);
         UNROLLED
@@ -58,8 +56,8 @@ INLINE void NAME(tile_values)(const int ROWS, const float *const *v, int count, 
     }
     UNROLLED
     for (int m = 0; m < ROWS; m++) {
-        vf_store(out + m * dv + n, sums[m][0]);
-        vf_store(out + m * dv + n + LANES, sums[m][1]);
+        vf_store(out + m * dv + n, vf_load(out + m * dv + n) * factor[m] + sums[m][0]);
+        vf_store(out + m * dv + n + LANES, vf_load(out + m * dv + n + LANES) * factor[m] + sums[m][1]);
     }
 }
 
@@ -158,13 +156,9 @@ static void NAME(tile)(const struct attention *a, const struct task *task, void 
                 NAME(tile_weights)(a, scores + half, count, from, masked, first + half, last + half, top + half,
                                    total + half, factor + half);
         }
-        for (int m = 0; m < rows; m++)
-            if (factor[m] != 1)
-                for (int64_t n = 0; n < dim_v; n += LANES)
-                    vf_store(out + m * dv + n, vf_load(out + m * dv + n) * factor[m]);
         for (int64_t n = 0; n < dim_v; n += 2 * LANES) {
             for (int m = 0; m < rows; m += NAME(BATCH)) {
-#define CALL(r) NAME(tile_values)(r, v_rows, count, scores + m, n, out + m * dv, dv)
+#define CALL(r) NAME(tile_values)(r, v_rows, count, scores + m, factor + m, n, out + m * dv, dv)
                 WITH_CONSTANT(rows - m, CALL)
 #undef CALL
             }

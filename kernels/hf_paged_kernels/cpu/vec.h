@@ -87,7 +87,7 @@ INLINE vf vf_exp(vf x) {
     p = p * r + 0.4999999403953552f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    vf power = (vf)(((vi)shifted << 23) + 0x3f800000); /* the low bits of `shifted` are n */
+    vf power = (vf)(((vu)shifted << 23) + 0x3f800000u); /* the low bits of `shifted` are n */
     return (vf)((vi)(p * power) & ~(x < -87.3f));
 }
 
