@@ -159,7 +159,6 @@ class LoopNoise:
         self._generator = torch.Generator(device=device)
         self._states = [self._before]  # at the start of each step, as far as any row has come
         self._drawn: tuple[int, torch.Tensor] | None = None
-        self._vocab = 0
 
     def draw(self, probabilities: torch.Tensor, row: int, step: int) -> int:
         """The token of one row, from its `[vocab]` float32 probabilities."""
@@ -168,11 +167,10 @@ class LoopNoise:
         return int((probabilities / self._drawn[1][row]).argmax())
 
     def _numbers(self, step: int, like: torch.Tensor) -> torch.Tensor:
-        self._vocab = like.shape[0]
         while len(self._states) <= step:
             self._numbers(len(self._states) - 1, like)
         self._generator.set_state(self._states[step])
-        numbers = like.new_empty(self._num_rows, self._vocab).exponential_(generator=self._generator)
+        numbers = like.new_empty(self._num_rows, like.shape[0]).exponential_(generator=self._generator)
         if len(self._states) == step + 1:
             self._states.append(self._generator.get_state())
         return numbers

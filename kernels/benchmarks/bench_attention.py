@@ -28,6 +28,7 @@ from measure import (
     groups,
     in_turns,
     layers_of,
+    parse,
     prepare,
     summary,
     table_of,
@@ -231,15 +232,10 @@ def show(rows: list[dict]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = arguments("Paged attention against gather + SDPA and SDPA on contiguous K and V.")
+    parser = arguments("Paged attention against gather + SDPA and SDPA on contiguous K and V.", SIZES, QUICK)
     parser.add_argument("--shape", choices=SHAPES, default="demo", help="query heads, KV heads, head_dim: the demo's")
     parser.add_argument("--ops", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"])
-    parser.add_argument("--block-size", type=int, default=16)
-    for name, values in SIZES.items():
-        parser.add_argument(f"--{name}", nargs="+", type=int, help=f"default {values}, with --quick {QUICK[name]}")
-    options = parser.parse_args(argv)
-    for name, values in (QUICK if options.quick else SIZES).items():
-        setattr(options, name, getattr(options, name) or values)
+    options = parse(parser, argv, SIZES, QUICK)
     cases = problems(options)
     about = prepare(options)
     others, results = Others(), []

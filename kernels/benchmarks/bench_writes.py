@@ -22,6 +22,7 @@ from measure import (
     groups,
     in_turns,
     layers_of,
+    parse,
     prepare,
     summary,
     table_of,
@@ -174,14 +175,9 @@ def show(rows: list[dict]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = arguments("Writes into a paged cache against torch's indexing and against a plain copy.")
+    parser = arguments("Writes into a paged cache against torch's indexing and against a plain copy.", SIZES, QUICK)
     parser.add_argument("--shape", choices=SHAPES, default="demo", help="KV heads and head_dim: the demo model's")
-    parser.add_argument("--block-size", type=int, default=16)
-    for name, values in SIZES.items():
-        parser.add_argument(f"--{name}", nargs="+", type=int, help=f"default {values}, with --quick {QUICK[name]}")
-    options = parser.parse_args(argv)
-    for name, values in (QUICK if options.quick else SIZES).items():
-        setattr(options, name, getattr(options, name) or values)
+    options = parse(parser, argv, SIZES, QUICK)
     about = prepare(options)
     others, results = Others(), []
     shape = (*SHAPES[options.shape], options.block_size)

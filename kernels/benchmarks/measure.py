@@ -151,8 +151,8 @@ def warn_of_others(share: float, when: str) -> None:
 # -- one bench -------------------------------------------------------------------------------------
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """Options of every bench."""
+def arguments(description: str, sizes: dict, quick: dict) -> argparse.ArgumentParser:
+    """Options of every bench; sizes: option -> its values, quick: those of --quick (see `parse`)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--backends", nargs="+", help="those to measure (default: the compiled ones of this machine)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -161,7 +161,18 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--max-gib", type=float, default=4.0, help="leave out cases that need more memory")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--quick", action="store_true", help="few and small cases, briefly: shows that all of it works")
+    parser.add_argument("--block-size", type=int, default=16)
+    for name, values in sizes.items():
+        parser.add_argument(f"--{name}", nargs="+", type=int, help=f"default {values}, with --quick {quick[name]}")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None, sizes: dict, quick: dict) -> argparse.Namespace:
+    """The options, with the sizes that were not given filled in."""
+    options = parser.parse_args(argv)
+    for name, values in (quick if options.quick else sizes).items():
+        setattr(options, name, getattr(options, name) or values)
+    return options
 
 
 def prepare(options: argparse.Namespace) -> dict:
