@@ -138,7 +138,7 @@ def test_slots_and_pairs_outside_the_pool_are_refused_before_anything_is_written
         with pytest.raises(ValueError, match="slot_mapping: expected at most 11, got 12 in row 1"):
             kernels.reshape_and_cache(rows, rows, pool, pool.clone(), torch.tensor([0, 12]))
         for pairs in ([[0, 1], [1, 3]], [[0, 1], [-1, 2]]):
-            with pytest.raises(ValueError, match="pairs: expected .* in row 1"):
+            with pytest.raises(ValueError, match="pairs: expected blocks in 0..2, got .* in row 1"):
                 kernels.copy_blocks(pool + 1, pool, torch.tensor(pairs))
     assert not pool.any()
 
@@ -152,10 +152,45 @@ def test_sums_over_long_contexts_keep_the_bound(value):
     check(case, "c")
 
 
-def test_a_sink_of_nan_shows():
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_sink_that_is_no_number_shows(value):
     case = build([9, 4], sinks=True)
-    case.options["sinks"] = torch.full_like(case.options["sinks"], float("nan"))
+    case.options["sinks"] = torch.full_like(case.options["sinks"], value)
     assert case.run("c")[0].isnan().all() and case.run("reference")[0].isnan().all()
+
+
+def test_plain_decode_is_the_same_attention_and_leaves_the_rest_to_the_checks():
+    case = build([70, 0, 64], head_dim=24, head_dim_v=24, block_size=16)
+    table, lens = (tensor.contiguous() for tensor in case.index)
+    tensors = (case.query.contiguous(), case.key_cache, case.value_cache, table, lens)
+    plain = (0.3, 5, 2.0, None)
+    with kernels.backend("reference"):
+        want = kernels.paged_decode(*tensors, scale=0.3, sliding_window=5, softcap=2.0)
+    kernels.reset_op_calls()
+    torch.testing.assert_close(cpu.plain_decode(*tensors, *plain), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(kernels.paged_decode(*tensors, scale=0.3, sliding_window=5, softcap=2.0), want)
+    assert kernels.op_calls()["paged_decode"] == 1
+    odd = [tensor.double() if tensor.is_floating_point() else tensor.long() for tensor in tensors]
+    odd += [tensor.to("meta") for tensor in tensors] + [torch.cat([tensor, tensor]) for tensor in tensors]
+    for index, instead in zip([*range(5)] * 3, odd, strict=True):
+        if index == 1 and instead.shape[0] > case.key_cache.shape[0]:
+            continue  # more blocks of K than of V: told by V's turn
+        others = [*tensors[:index], instead, *tensors[index + 1 :]]
+        assert cpu.plain_decode(*others, *plain) is None, f"argument {index}: {instead.dtype} {instead.shape}"
+        with pytest.raises(ValueError):
+            kernels.paged_decode(*others, scale=0.3)
+    for wrong in (
+        (0.3, -1, 2.0, None),
+        (0.3, 5, -1.0, None),
+        (0.3, 5, "2", None),
+        (0.3, 5, 2.0, -3),
+        ("1", 5, 2.0, None),
+    ):
+        assert cpu.plain_decode(*tensors, *wrong) is None
+        with pytest.raises(ValueError):
+            kernels.paged_decode(
+                *tensors, scale=wrong[0], sliding_window=wrong[1], softcap=wrong[2], max_seq_len=wrong[3]
+            )
 
 
 def test_tensors_of_another_device_are_refused():

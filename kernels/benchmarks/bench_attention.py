@@ -3,14 +3,16 @@
     python kernels/benchmarks/bench_attention.py                  the demo model's heads, float32 and bfloat16
     python kernels/benchmarks/bench_attention.py --shape llama    32 query heads over 8 of 128
 
-Two peers: "gather" copies the blocks into dense K and V and calls scaled_dot_product_attention, what a paged cache
-does without kernels of its own; "contiguous" calls it on K and V that already lie together, the best that a dense
-cache could do. A ratio says how many times as long the peer takes. Bytes read are K and V once; more than the machine's
-read bandwidth means that a small case stayed in a cache.
+Peers: "gather" copies the blocks into dense K and V and calls scaled_dot_product_attention, what a paged cache
+does without kernels of its own; "kept" does so into the same room in every layer, the least that a gather can cost;
+"contiguous" calls it on K and V that already lie together, the best that a dense cache could do. A ratio says how
+many times as long the peer takes. Bytes read are K and V once; more than the machine's read bandwidth means that a
+small case stayed in a cache.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ from measure import (
 import hf_paged_kernels as kernels
 
 SHAPES = {"demo": (9, 3, 64), "llama": (32, 8, 128)}  # query heads, KV heads, head_dim
+PEERS = ("gather", "kept", "contiguous")
 PREFILL_LAYERS = 2  # arithmetic takes the time, and reads K and V many times over
 SIZES = dict(batches=[1, 8, 32, 128], contexts=[128, 1024, 4096], chunks=[512, 2048], pasts=[0, 2048])
 QUICK = dict(batches=[1, 8], contexts=[128], chunks=[64], pasts=[0, 64])
@@ -95,8 +98,8 @@ class Layers:
         self.table = torch.randperm(total).view(problem.num_seqs, num_blocks).int()
         pool = [torch.randn(total, *heads, dtype=dtype) for _ in range(2)]
         self.pools = [pool] + [[cache.clone() for cache in pool] for _ in range(count - 1)]
-        self.dense = [Gather(*pool, self.table)(*pool) for pool in self.pools]
         self.gather = Gather(*self.pools[0], self.table)
+        self.dense = [self.gather(*pool) for pool in self.pools]
         rows = problem.num_seqs * problem.num_queries
         self.query = torch.randn(rows, problem.heads, problem.head_dim, dtype=dtype)
         self.seq_lens = torch.full((problem.num_seqs,), problem.length, dtype=torch.int32)
@@ -144,13 +147,13 @@ def contenders(problem: Problem, layers: Layers, backends: list[str], seconds: f
         agree(f"{label} {name}", back(attempt()), want, problem.dtype)
     way = fastest(tried, seconds / 4)
 
-    def gathered():
+    def gathered(kept=False):
         for pool in layers.pools:
-            out = ways[way](query, *layers.gather(*pool))
+            out = ways[way](query, *layers.gather(*pool, kept))
         return out
 
     agree(f"{label} gather", back(gathered()), want, problem.dtype)
-    runs = {"gather": gathered, "contiguous": tried[way]}
+    runs = {"gather": gathered, "kept": functools.partial(gathered, True), "contiguous": tried[way]}
     for backend in backends:
         runs[backend] = paged(backend)
         agree(f"{label} {backend}", runs[backend](), want, problem.dtype)
@@ -180,9 +183,9 @@ def measure(problem: Problem, options, bandwidth: dict) -> list[dict]:
         rate = problem.kv_bytes / seconds
         rows.append(
             dict(vars(problem), case=problem.name, backend=backend, layers=count, rounds=len(times.rounds[backend]))
-            | {f"{name}_us": times.median(name) / count * 1e6 for name in ("gather", "contiguous")}
+            | {f"{name}_us": times.median(name) / count * 1e6 for name in PEERS}
             | dict(us=seconds * 1e6, dense_way=way, gigabytes=rate / 1e9)
-            | {f"times_{name}": times.ratio(name, backend) for name in ("gather", "contiguous")}
+            | {f"times_{name}": times.ratio(name, backend) for name in PEERS}
             | {f"of_{name}_bandwidth": rate / value for name, value in bandwidth.items()}
         )
     return rows
@@ -208,8 +211,10 @@ def problems(options) -> list[Problem]:
 
 COLUMNS = {
     "gather": ("gather_us", "{:,.0f}"),
+    "kept": ("kept_us", "{:,.0f}"),
     "con-\ntiguous": ("contiguous_us", "{:,.0f}"),
     "times\ngather": ("times_gather", "{:.2f}"),
+    "times\nkept": ("times_kept", "{:.2f}"),
     "times con-\ntiguous": ("times_contiguous", "{:.2f}"),
     "read\nGB/s": ("gigabytes", "{:.1f}"),
     "of\ncopy": ("of_copy_bandwidth", "{:.0%}"),
@@ -223,7 +228,7 @@ def show(rows: list[dict]) -> None:
         backend, op, dtype = (part[0][name] for name in ("backend", "op", "dtype"))
         columns = {backend: ("us", "{:,.0f}"), **COLUMNS}
         console.print(table_of(part, f"{op}, {dtype}: microseconds a layer", columns))
-        for peer in ("gather", "contiguous"):
+        for peer in PEERS:
             console.print(summary(part, peer))
         ways = {}
         for row in part:

@@ -58,7 +58,11 @@ def prefill_ways(group: int, num_queries: int, length: int, dtype: torch.dtype) 
 
 
 class Gather:
-    """Copies the blocks of all sequences into dense K and V, head by head, in one pass and without new memory."""
+    """Copies the blocks of all sequences into dense K and V, head by head, in one pass.
+
+    Into new memory, as a cache does that gathers in each layer, or (`kept`) into the same room each time: the least
+    that a gather can cost, which needs a step that knows of all its layers.
+    """
 
     def __init__(self, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor):
         _, kv_heads, block_size, head_dim = key_cache.shape
@@ -66,10 +70,12 @@ class Gather:
         heads = torch.arange(kv_heads)[:, None]
         self.rows = (block_tables.long()[:, None] * kv_heads + heads).flatten()
         self.run = block_size * head_dim
-        shape = (num_seqs, kv_heads, num_blocks * block_size, head_dim)
-        self.k, self.v = key_cache.new_empty(shape), value_cache.new_empty(shape)
+        self.shape = (num_seqs, kv_heads, num_blocks * block_size, head_dim)
+        self.kept = [cache.new_empty(self.shape) for cache in (key_cache, value_cache)]
 
-    def __call__(self, key_cache: torch.Tensor, value_cache: torch.Tensor):
-        for cache, dense in ((key_cache, self.k), (value_cache, self.v)):
-            torch.index_select(cache.view(-1, self.run), 0, self.rows, out=dense.view(-1, self.run))
-        return self.k, self.v
+    def __call__(self, key_cache: torch.Tensor, value_cache: torch.Tensor, kept: bool = False):
+        pairs = zip((key_cache, value_cache), self.kept, strict=True)
+        return [self._copy(cache, room.view(-1, self.run) if kept else None) for cache, room in pairs]
+
+    def _copy(self, cache: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+        return torch.index_select(cache.view(-1, self.run), 0, self.rows, out=room).view(self.shape)

@@ -18,7 +18,7 @@ import torch
 
 from .checks import check_attention, check_copying, check_writing
 from .dispatch import BACKENDS, OPS, backend, choose, describe
-from .ops import call, op_calls, reset_op_calls
+from .ops import call, op_calls, plain_decode, reset_op_calls
 from .reference import slot_ids
 
 __all__ = [
@@ -86,8 +86,21 @@ def paged_decode(
     Returns [S, H, Dv] in the query's dtype; with return_lse also lse [S, H] float32. A row that sees nothing
     gives zeros and lse -inf (the sink, where there is one). NaN in a slot that is not seen changes nothing.
     """
-    options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
-    options.update(seq_starts=seq_starts, return_lse=return_lse, max_seq_len=max_seq_len)
+    if sinks is None is seq_starts and not return_lse:
+        out = plain_decode(
+            query, key_cache, value_cache, block_tables, seq_lens, scale, sliding_window, softcap, max_seq_len
+        )
+        if out is not None:
+            return out
+    options = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "seq_starts": seq_starts,
+        "return_lse": return_lse,
+        "max_seq_len": max_seq_len,
+    }
     tensors = (query, key_cache, value_cache, block_tables, seq_lens)
     check_attention(*tensors, **options)
     return call("paged_decode", tensors, options)

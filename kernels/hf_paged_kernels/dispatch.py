@@ -53,13 +53,18 @@ BACKENDS, MISSING = _find_backends()
 _forced: ContextVar[str | None] = ContextVar("hf_paged_kernels_backend", default=None)
 
 
+def forced() -> str | None:
+    """The backend that `backend` forces here."""
+    return _forced.get()
+
+
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> tuple[str, str]:
     """The backend for caches of this device, dtype and (larger) head size, and why."""
-    forced = _forced.get()
-    if forced is not None:
-        if forced == "c" and device.type != "cpu":  # plain pointers: it would read another device's addresses
+    name = forced()
+    if name is not None:
+        if name == "c" and device.type != "cpu":  # plain pointers: it would read another device's addresses
             raise ValueError(f"backend('c'): expected caches on the CPU, got {device}")
-        return forced, f"forced by backend({forced!r})"
+        return name, f"forced by backend({name!r})"
     if dtype not in NARROW:
         return "reference", "plain torch: the kernels accumulate in float32"
     if device.type == "cpu":

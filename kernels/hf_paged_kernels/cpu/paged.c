@@ -231,7 +231,7 @@ EXPORT int hf_paged_attention(const struct attention *a, struct fault *fault) {
         if (!partials) status = fail(fault, 4, 0, 0, bytes);
     }
     /* Waking a thread costs some microseconds, in which a core makes some hundred thousand products. */
-    int64_t worth = work * a->num_heads * (a->head_dim + a->head_dim_v) / 300000 + 1;
+    int64_t worth = work * a->num_heads * (a->head_dim + a->head_dim_v) / 100000 + 1;
     int threads = (int)(a->num_threads < worth ? a->num_threads : worth);
     char *scratch = NULL;
     if (!status && tasks && !(scratch = aligned_alloc(64, scratch_bytes(a) * threads)))

@@ -96,7 +96,7 @@ static void NAME(finish)(const struct attention *a, const struct task *task, int
         if (sink > top) {
             float factor = expf(top - sink);
             for (int64_t n = 0; n < dv; n++) out[n] *= factor;
-            total = total * factor + 1;
+            total = total * factor + expf(sink - sink); /* 1, or NaN where the sink is infinite */
             top = sink;
         } else {
             total += expf(sink - top);
