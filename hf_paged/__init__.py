@@ -13,18 +13,22 @@ from .config import PagedCacheConfig, SchedulerConfig
 from .demo_model import demo_model_path
 from .generate import register, unregister
 from .packed_metadata import PackingError
+from .prefix_cache import BlockEvent
 from .request import TokenLogprobs
-from .request_output import RequestOutput, RequestTimings
+from .request_output import InvalidatedPrefix, RequestOutput, RequestTimings
 from .stats import BatcherStats, CacheStats
+from .weights import weights_changed
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatcherStats",
+    "BlockEvent",
     "BlockManager",
     "BlockPool",
     "CacheStats",
     "ContinuousBatcher",
+    "InvalidatedPrefix",
     "PackingError",
     "PagedCache",
     "PagedCacheConfig",
@@ -38,6 +42,7 @@ __all__ = [
     "register",
     "release",
     "unregister",
+    "weights_changed",
 ]
 
 register()

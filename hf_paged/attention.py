@@ -22,8 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_paged_kernels as kernels
 
 from .lazy import LazyKV, LazyMask
+from .packed_attention import attend_packed
 from .packed_metadata import PackedGroup, PackingError
 from .switch import NAME, switches
+from .traced_cache import PagedKV
 
 # Arguments of attention calls that do not change the result: bookkeeping, and what flash attention needs
 # to unpack batches without a cache. Any other argument with a value sends the call to the dense path.
@@ -65,16 +67,14 @@ def _closure(function: Callable, qualname: str) -> dict:
 
 
 def hf_paged_mask(**mask_kwargs):
-    """Mask function of the `AttentionMaskInterface`: a LazyMask, or None where there is nothing to mask.
-
-    Takes the keyword arguments that transformers gives every mask function.
-    """
+    """Mask function of the `AttentionMaskInterface`: a LazyMask, or None where there is nothing to mask."""
+    if torch.compiler.is_compiling():
+        # No key at all: a TracedCache, whose sequences the operators keep apart.
+        return None if mask_kwargs["kv_length"] == 0 else eager_mask(**mask_kwargs)
     before = switches.before(mask_kwargs.get("config"))
     if before is not None and not switches.in_paged_call:
         # Another thread switched this config; this call is not its own.
         return _mask_function(before)(**mask_kwargs)
-    if torch.compiler.is_compiling():
-        return eager_mask(**mask_kwargs)
     mask_kwargs = {"q_offset": 0, "kv_offset": 0, "attention_mask": None, "device": "cpu", **mask_kwargs}
     offsets_known = isinstance(mask_kwargs["q_offset"], int) and isinstance(mask_kwargs["kv_length"], int)
     pattern = _pattern(mask_kwargs["mask_function"]) if offsets_known and not mask_kwargs.get("use_vmap") else None
@@ -130,6 +130,8 @@ def hf_paged_attention(
     Returns:
         `[batch, T, num_heads, head_dim_v]`, and the attention weights or None.
     """
+    if isinstance(key, PagedKV):
+        return _traced(module, query, key, value, scaling, dropout, kwargs), None
     group = _packed_group(module, key, value, attention_mask)
     if group is not None:
         return _packed(group, module, query, key, value, attention_mask, scaling, dropout, kwargs)
@@ -160,14 +162,17 @@ def _is_paged(module, query, key, value, mask, dropout, kwargs) -> bool:
 
 def _suits_operators(module, query, key: LazyKV, value: LazyKV, pool, dropout, kwargs) -> bool:
     """Whether the operators know everything about a call but its mask and its number of queries."""
-    if key.step is not value.step or key.layer is not value.layer or dropout:
+    if key.step is not value.step or key.layer is not value.layer or query.shape[3] != key.shape[3]:
         return False
     if not query.dtype == key.dtype == value.dtype == pool.key.dtype:
         return False
-    if query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
-        return False
+    return query.shape[1] % key.shape[1] == 0 and _operators_know(module, dropout, kwargs)
+
+
+def _operators_know(module, dropout, kwargs) -> bool:
+    """Whether the operators know every argument of a call."""
     is_causal = kwargs.get("is_causal")
-    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
+    if dropout or (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         return False
     return all(argument is None or name in _BY_OPERATORS for name, argument in kwargs.items())
 
@@ -266,40 +271,22 @@ def _packed(group: PackedGroup, module, query, key, value, mask, scaling, dropou
             mask is None or not group.sliding_window or 0 < mask.pattern <= group.sliding_window
         ):
             calls["packed"] += 1
-            return _packed_by_operators(group, query, key, _arguments(query, mask, scaling, kwargs)), None
+            arguments = _arguments(query, mask, scaling, kwargs)
+            group.step.note(key.layer.layer_idx, arguments["sliding_window"])
+            return attend_packed(group, query, key, arguments), None
     calls["packed_dense"] += 1
+    group.step.note(None, 0)
     return _packed_dense(group, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
-def _packed_by_operators(group: PackedGroup, query, key: LazyKV, arguments: dict) -> torch.Tensor:
-    """Decoding rows, whose tokens come first, and chunks each by their own operator."""
-    key_cache, value_cache = key.layer.pool.caches(key.layer.layer_idx)
-    packed, count, out = query[0].transpose(0, 1), group.step.num_decode, []
-    if count:
-        decode = kernels.paged_decode(
-            packed[:count],
-            key_cache,
-            value_cache,
-            group.decode_tables,
-            group.decode_lens,
-            max_seq_len=group.max_decode_len,
-            **arguments,
-        )
-        out.append(decode)
-    if group.step.chunks:
-        prefill = kernels.paged_prefill(
-            packed[count:],
-            key_cache,
-            value_cache,
-            group.prefill_tables,
-            group.query_start_loc,
-            group.prefill_lens,
-            max_seq_len=group.max_prefill_len,
-            max_query_len=group.max_query_len,
-            **arguments,
-        )
-        out.append(prefill)
-    return (out[0] if len(out) == 1 else torch.cat(out))[None]
+def _traced(module, query, key: PagedKV, value, scaling, dropout, kwargs) -> torch.Tensor:
+    """A decoding step that torch.compile traces; its window is that of the same layer outside of a trace."""
+    if not _operators_know(module, dropout, kwargs):
+        raise PackingError(f"{type(module).__name__} attends in a way that the paged operators do not know")
+    key_cache, value_cache, tables, lens, window = key.pages(value)
+    arguments = {**_arguments(query, None, scaling, kwargs), "sliding_window": window}
+    arguments["max_seq_len"] = tables.shape[1] * key_cache.shape[2]  # a graph does not know the longest
+    return kernels.paged_decode(query[0].transpose(0, 1), key_cache, value_cache, tables, lens, **arguments)[None]
 
 
 def _packed_dense(group: PackedGroup, module, query, key, value, mask, **kwargs):

@@ -1,65 +1,19 @@
-"""The blocks of the running requests: groups of layers, and what each row holds in each of them.
+"""The blocks of the running requests: what each row holds in each group of layers.
 
 Contract: `BatchBlocks` keeps the running batch's block tables in step with the groups' block managers. A row is
 reserved to the end of a block, so that most steps of decode change nothing here; a request never writes a block that
-another one holds. Copies that this takes are noted in `pending_copies`. No torch in this file.
+another one holds, and begins on the blocks that the prefix cache finds. Copies that this takes are noted in
+`pending_copies`. No torch in this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from .block_manager import BlockManager
+from .cache_group import CacheGroup
+from .prefix_cache import PrefixCache, PrefixHit
 from .request import Request
 from .running import RunningBatch
-
-
-class CacheGroup:
-    """Layers that share block tables.
-
-    Args:
-        manager: hands out their blocks.
-        sliding_window: tokens that a query of theirs sees, itself included; 0 for all.
-        max_blocks: how many blocks there can be; None for those that the manager has.
-        grow: makes at least so many blocks free, raising RuntimeError where it cannot; None for a fixed pool.
-    """
-
-    def __init__(
-        self,
-        manager: BlockManager,
-        sliding_window: int = 0,
-        max_blocks: int | None = None,
-        grow: Callable[[int], None] | None = None,
-    ) -> None:
-        self.manager, self.sliding_window, self._grow = manager, sliding_window, grow
-        self.max_blocks = manager.num_blocks if max_blocks is None else max_blocks
-
-    @property
-    def available_blocks(self) -> int:
-        """Blocks that are free or can be made."""
-        return self.manager.available_blocks + max(0, self.max_blocks - self.manager.num_blocks)
-
-    def ensure(self, num_blocks: int) -> bool:
-        """Have so many free blocks; False where that cannot be."""
-        if num_blocks <= self.manager.available_blocks:
-            return True
-        if self._grow is None or num_blocks > self.available_blocks:
-            return False
-        try:
-            self._grow(num_blocks)
-        except RuntimeError:  # less memory than there was: what is there is what there can be
-            self.max_blocks = self.manager.num_blocks
-            return False
-        return True
-
-    def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
-        """Most blocks that a request holds while it grows to `num_tokens`, computed in chunks of at most `chunk`."""
-        size = self.manager.block_size
-        blocks = -(-num_tokens // size)
-        if not self.sliding_window:
-            return blocks
-        seen = self.sliding_window - 1 + chunk  # tokens that a chunk's queries see, themselves included
-        return min(blocks, (seen + size - 2) // size + 1)
 
 
 class BatchBlocks:
@@ -68,14 +22,15 @@ class BatchBlocks:
     Args:
         batch: the rows.
         groups: the groups, all of one block size.
+        prefix: finds and records blocks; None: nothing is shared but by samples of one prompt.
 
     Attributes:
         pending_copies: for each group the copies, destination -> source, that storage makes before the next forward;
             whoever makes them empties it.
     """
 
-    def __init__(self, batch: RunningBatch, groups: Sequence[CacheGroup]) -> None:
-        self.batch, self.groups, self.block_size = batch, list(groups), batch.block_size
+    def __init__(self, batch: RunningBatch, groups: Sequence[CacheGroup], prefix: PrefixCache | None = None) -> None:
+        self.batch, self.groups, self.block_size, self.prefix = batch, list(groups), batch.block_size, prefix
         self.pending_copies: list[dict[int, int]] = [{} for _ in self.groups]
 
     # Decoding rows
@@ -147,13 +102,52 @@ class BatchBlocks:
             batch.find_slot(index, row)
         return True
 
+    def record_all(self) -> None:
+        """Make findable what the decoding rows have written since the last time: somebody is about to look.
+
+        Nobody looks in most steps, and a row's blocks are recorded at the latest when it gives them back.
+        """
+        if self.prefix is not None:
+            size, count = self.block_size, self.batch.num_decode
+            for request, computed in zip(self.batch.requests, self.batch.num_computed[:count].tolist(), strict=False):
+                node = request.prefix_node
+                if node is not None and computed >= (node.depth + 1) * size:
+                    self.prefix.record(request, computed)
+
     # Prompts
 
-    def start(self, request: Request) -> None:
-        """Begin a request without any block."""
-        self.batch.add(request)
-        for group in self.groups:
-            group.manager.allocate_request(request.key, 0)
+    def start(self, request: Request, hit: PrefixHit | None = None) -> None:
+        """Begin a request, with the blocks that were found of it."""
+        batch = self.batch
+        batch.add(request)
+        row = request.row
+        if self.prefix is not None:
+            self.prefix.begin(request, hit)
+        if hit is None:
+            for group in self.groups:
+                group.manager.allocate_request(request.key, 0)
+            return
+        for group, blocks in zip(self.groups, hit.blocks, strict=True):
+            group.manager.adopt(request.key, blocks, hit.num_tokens)
+        num_tokens = hit.num_tokens + self._copy_part(request, hit)
+        for index, group in enumerate(self.groups):
+            batch.covered[index][row] = num_tokens
+            batch.released[index][row] = group.first_block_seen(hit.num_tokens)
+            batch.set_table(index, row, group.manager.block_table_view(request.key))
+        batch.num_computed[row] = num_tokens
+        self.prefix.took(request, num_tokens)
+
+    def _copy_part(self, request: Request, hit: PrefixHit) -> int:
+        """Give a request a copy of the block of which it shares a part, where there is one; return those tokens."""
+        for group, source in zip(self.groups, hit.source, strict=False):
+            group.manager.pool.touch(source)
+        if not hit.num_partial or not all(group.ensure(1) for group in self.groups):
+            return 0
+        for index, (group, source) in enumerate(zip(self.groups, hit.source, strict=True)):
+            group.manager.append_tokens(request.key, hit.num_partial)
+            copy = group.manager.block_table_view(request.key)[-1]
+            self._note(index, [(source, copy)])
+        return hit.num_partial
 
     def fitting(self, request: Request) -> int:
         """Tokens that a request can be computed further with the blocks that it has and those that can be had."""
@@ -196,11 +190,15 @@ class BatchBlocks:
             batch.covered[index][row] = computed
             batch.released[index][row] = batch.released[index][source]
             batch.set_table(index, row, group.manager.block_table_view(sample.key))
+        sample.prefix_node = request.prefix_node
 
     # Giving back, and counting
 
     def free(self, request: Request) -> None:
-        """Take a request out of the batch and give its blocks back."""
+        """Take a request out of the batch and give its blocks back; they stay findable while nobody needs them."""
+        if self.prefix is not None:
+            self.prefix.record(request, int(self.batch.num_computed[request.row]), tail=True)
+            request.prefix_node = None  # a result that is kept must not keep a tree that was dropped
         self.batch.remove(request.row)
         for group in self.groups:
             group.manager.free_request(request.key)
@@ -211,6 +209,8 @@ class BatchBlocks:
             group.manager.reset()
             copies.clear()
         self.batch.clear()
+        if self.prefix is not None:
+            self.prefix.forget()
 
     def owed(self, index: int, request: Request, chunk: int) -> int:
         """Blocks that a running request still needs for its present tokens."""
@@ -220,9 +220,11 @@ class BatchBlocks:
 
     def _release_behind_window(self, index: int, row: int) -> None:
         batch, group = self.batch, self.groups[index]
-        gone = max(0, int(batch.num_computed[row]) - group.sliding_window + 1) // self.block_size
+        gone = group.first_block_seen(int(batch.num_computed[row]))
         before = int(batch.released[index][row])
         if gone > before:
+            if self.prefix is not None:
+                self.prefix.record(batch.requests[row], int(batch.num_computed[row]))
             group.manager.release_leading(batch.requests[row].key, gone)
             batch.released[index][row] = gone
             batch.set_block(index, row, before, [-1] * (gone - before))
@@ -234,6 +236,8 @@ class BatchBlocks:
     def check_integrity(self) -> None:
         """Raise AssertionError, saying what is wrong, unless arrays, block tables and pools agree. Slow."""
         batch = self.batch
+        if self.prefix is not None:
+            self.prefix.check_integrity()
         for index, group in enumerate(self.groups):
             manager = group.manager
             manager.check_integrity()

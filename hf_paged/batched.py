@@ -21,10 +21,12 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
+from .adapters import rows_choose_adapters
 from .batcher import ContinuousBatcher
 from .calls import Call
 from .config import PagedCacheConfig
 from .packed_metadata import PackingError
+from .placement import placement
 from .sampling import SamplingTemplate
 
 logger = logging.getLogger("hf_paged")
@@ -48,7 +50,7 @@ def can_batch(model, args: tuple, kwargs: Mapping) -> bool:
 
     Everything that is about the whole batch, or that the loop calls at each step, takes the other one.
     """
-    if args or model.config.is_encoder_decoder or kwargs.get("synced_gpus"):
+    if args or model.config.is_encoder_decoder or kwargs.get("synced_gpus") or rows_choose_adapters(model):
         return False
     if any(
         value is not None and name not in _KNOWN_ARGUMENTS and name not in _SETTINGS for name, value in kwargs.items()
@@ -98,6 +100,7 @@ def sample_batched(
     with contextlib.ExitStack() as stack:
         try:
             batcher = stack.enter_context(_borrowed(model, config))
+            batcher.read_weights()
             call = stack.enter_context(Call(batcher, prompts, template, {}))
         except (PackingError, ValueError, NotImplementedError) as error:
             logger.debug(f"{type(model).__name__} generates in the loop over the whole batch: {error}")
@@ -200,7 +203,8 @@ class _Batchers:
         return _Batchers, ()
 
     def borrow(self, model, config: PagedCacheConfig) -> ContinuousBatcher:
-        key = (config, *_identity(model))
+        # Where the parameters are computed with, and what they are, must not change while a batcher stays.
+        key = (config, placement(model))
         with self.lock:
             if self.batcher is None or self.key != key:
                 self._retire()
@@ -235,11 +239,6 @@ def _borrowed(model, config: PagedCacheConfig) -> Iterator[ContinuousBatcher]:
         yield batcher
     finally:
         batchers.give_back(batcher)
-
-
-def _identity(model) -> tuple:
-    """What must not change while a batcher stays: where the parameters are, and what they are."""
-    return tuple((parameter.device, parameter.dtype) for parameter in model.parameters())
 
 
 def release(model) -> None:

@@ -16,8 +16,9 @@ from .batcher_core import MAX_KEPT, BatcherCore
 from .calls import Call, raise_step_error, submit_async
 from .config import PagedCacheConfig, SchedulerConfig
 from .driving import Background
+from .prefix_cache import BlockEvent
 from .request import Request
-from .request_output import RequestOutput
+from .request_output import InvalidatedPrefix, RequestOutput
 from .stats import BatcherStats
 
 
@@ -31,12 +32,17 @@ class ContinuousBatcher(BatcherCore):
         scheduler_config: SchedulerConfig, a dict of its fields, or None.
         generation_config: of requests that bring none; a GenerationConfig, a dict of its fields, or None for the
             model's own.
-        compile: not supported yet.
-        on_event: called as `on_event(kind, request_id)` with kind "added", "preempted" or "finished". What it raises
-            is logged.
+        compile: run steps that only decode through torch.compile. The model is compiled here, which takes a minute
+            or more, and tried; True for the default backend, or the name of another one. Steps with prompts are not
+            compiled.
+        on_event: called as `on_event(kind, request_id)` with kind "added", "preempted" or "finished", and as
+            `on_event(kind, BlockEvent)` with kind "block_stored", "block_evicted" or "block_invalidated". What it
+            raises is logged.
     Raises:
         PackingError: the model cannot compute several sequences in one packed forward, and why;
-            `model.generate(..., cache_implementation="paged")` serves it.
+            `model.generate(..., cache_implementation="paged")` serves it. With `compile`, also: its decoding step
+            cannot be traced whole, has hooks or adapters, or gives other logits when compiled.
+        RuntimeError: the backend of torch.compile fails, for example without a C++ compiler; or too little memory.
         ValueError: a setting is wrong.
     """
 
@@ -48,14 +54,10 @@ class ContinuousBatcher(BatcherCore):
         cache_config: PagedCacheConfig | Mapping | None = None,
         scheduler_config: SchedulerConfig | Mapping | None = None,
         generation_config: GenerationConfig | Mapping | None = None,
-        compile: bool = False,
-        on_event: Callable[[str, str], None] | None = None,
+        compile: bool | str = False,
+        on_event: Callable[[str, str | BlockEvent], None] | None = None,
     ) -> None:
-        if compile:
-            raise NotImplementedError(
-                "compile=True is not supported yet: a packed forward breaks torch.compile's graph"
-            )
-        super().__init__(model, tokenizer, cache_config, scheduler_config, generation_config, on_event)
+        super().__init__(model, tokenizer, cache_config, scheduler_config, generation_config, on_event, compile)
 
     # One request at a time
 
@@ -86,7 +88,8 @@ class ContinuousBatcher(BatcherCore):
             streamer: gets the prompt and then each token, as from `generate`.
             priority: the lower number is served first (policy "priority").
             cache_salt: requests with different salts never share blocks.
-            adapter_name: not supported yet.
+            adapter_name: the PEFT adapter that this request is computed with, "__base__" for none; None for whatever is
+                active on the model at each step.
             seed: of this request's sampling; None draws from the global generator. Sample i of
                 `num_return_sequences` has `seed + i`.
             logprobs: report each token's log-probability and those of this many most likely ones.
@@ -259,6 +262,36 @@ class ContinuousBatcher(BatcherCore):
                 if requests[0].owner is not None and requests[0].owner.needs_thread:
                     self.abort(requests[0].request_id)
         self.drivers.tell()
+
+    # Prefixes that requests share
+
+    def invalidate_prefix(self, token_ids=None, *, block_id: int | None = None, group: int = 0) -> InvalidatedPrefix:
+        """Have the beginning of a prompt found no more, and computed anew by whoever comes next.
+
+        Running requests keep the blocks that they hold.
+
+        Args:
+            token_ids: tokens, a text or a chat, as prompts are given. All that begins with their first block, or with
+                all of them where they are fewer, is dropped, under every `cache_salt` and adapter.
+            block_id: instead, one block of the pool; it and what lies behind it are dropped.
+            group: the group of layers whose pool `block_id` counts in, where a model has several.
+        Returns:
+            Blocks that were dropped, and running requests that hold one of them or are computing such a prompt.
+        Raises:
+            ValueError: neither or both of `token_ids` and `block_id`, or one that cannot be.
+        """
+        if (token_ids is None) == (block_id is None):
+            raise ValueError("invalidate_prefix takes either token_ids or block_id")
+        tokens = None if token_ids is None else self.intake.token_ids(token_ids)
+        with self._lock:
+            self._check_open()
+            return self._engine.invalidate(tokens, block_id, group)
+
+    def reset_prefix_cache(self) -> InvalidatedPrefix:
+        """Have nothing found any more that was computed so far; see `invalidate_prefix`."""
+        with self._lock:
+            self._check_open()
+            return self._engine.invalidate(None, None, 0)
 
     # What it does, and its end
 

@@ -21,6 +21,7 @@ from .engine import Engine
 from .intake import Intake
 from .model_runner import ModelRunner
 from .packing import packing_plan
+from .prefix_cache import BlockEvent
 from .request import Request
 from .switch import switches
 
@@ -40,15 +41,18 @@ class BatcherCore:
         cache_config: PagedCacheConfig | Mapping | None,
         scheduler_config: SchedulerConfig | Mapping | None,
         generation_config: GenerationConfig | Mapping | None,
-        on_event: Callable[[str, str], None] | None,
+        on_event: Callable[[str, str | BlockEvent], None] | None,
+        compile: bool | str = False,
     ) -> None:
         self.model, self.tokenizer, self._on_event = model, tokenizer, on_event
         self.cache_config = PagedCacheConfig.from_any(cache_config)
         config = SchedulerConfig.from_any(scheduler_config)
         plan = packing_plan(model)
         self.scheduler_config = config.for_device(plan.input_device.type)
-        runner = ModelRunner(model, plan, self.cache_config, self.scheduler_config)
+        runner = ModelRunner(model, plan, self.cache_config, self.scheduler_config, compile)
         self._engine = Engine(runner, lambda kind, request: self._tell(kind, request.request_id))
+        if on_event is not None and runner.scheduler.prefix is not None:
+            runner.scheduler.prefix.on_event = lambda kind, event: self._tell_block(f"block_{kind}", event)
         self.intake = Intake(model, tokenizer, plan, runner.scheduler, generation_config)
         self.intake.template()  # a wrong default is refused here, not at the first request
         self._lock = threading.RLock()
@@ -62,6 +66,10 @@ class BatcherCore:
         self._stepping = self._closed = False
         self._background: Background | None = None
         self.drivers = Drivers(self._drive, lambda: switches.switched(self.model), self._has_background)
+
+    def read_weights(self) -> None:
+        """Have the next step compare all weights with those that computed what can be found."""
+        self._engine.reads_weights = True
 
     # Requests by name
 
@@ -250,6 +258,12 @@ class BatcherCore:
                 self._on_event(kind, request_id)
             except Exception as error:
                 logger.warning(f"on_event raised {error!r} for {kind!r} of request {request_id!r}")
+
+    def _tell_block(self, kind: str, event: BlockEvent) -> None:
+        try:
+            self._on_event(kind, event)
+        except Exception as error:
+            logger.warning(f"on_event raised {error!r} for {kind!r} of {event}")
 
     # The end
 

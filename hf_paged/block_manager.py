@@ -20,28 +20,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from .block_pool import BlockPool, check_count
-
-NULL_BLOCK = -1
-"""Block table entry whose block was given back, because its tokens lie behind a sliding window."""
+from .block_table import NULL_BLOCK, BlockTable, check_tables
 
 AppendItems = Sequence[tuple[Hashable, int]]  # (request_id, num_tokens)
 Copies = list[tuple[int, int]]  # (source_block_id, destination_block_id)
-
-
-class _Request:
-    """One request's block table. The NULL_BLOCK entries are always its first `num_null` ones."""
-
-    __slots__ = ("blocks", "num_null", "num_tokens", "request_id")
-
-    def __init__(self, request_id: Hashable, blocks: list[int], num_tokens: int, num_null: int = 0) -> None:
-        self.request_id = request_id
-        self.blocks = blocks
-        self.num_tokens = num_tokens
-        self.num_null = num_null
-
-    def __str__(self) -> str:
-        null = f", the first {self.num_null} NULL_BLOCK" if self.num_null else ""
-        return f"request {self.request_id!r} (num_tokens {self.num_tokens}, blocks {len(self.blocks)}{null})"
 
 
 class BlockManager:
@@ -55,7 +37,7 @@ class BlockManager:
         """Make a manager of `num_blocks` (0 or more) free blocks of `block_size` tokens, and no request."""
         self._pool = BlockPool(num_blocks, block_size)
         self._block_size = block_size
-        self._requests: dict[Hashable, _Request] = {}
+        self._requests: dict[Hashable, BlockTable] = {}
         self._holders: dict[int, set[Hashable]] = {}  # the reverse index, of held blocks only
 
     @property
@@ -70,8 +52,13 @@ class BlockManager:
 
     @property
     def available_blocks(self) -> int:
-        """Free blocks."""
+        """Free blocks, cached ones included."""
         return self._pool.available_blocks
+
+    @property
+    def pool(self) -> BlockPool:
+        """The physical blocks, for whoever says which of them are kept when they are free."""
+        return self._pool
 
     @property
     def used_blocks(self) -> int:
@@ -150,8 +137,33 @@ class BlockManager:
         need = self._blocks_for(num_tokens)
         self._pool.require(need, f"allocating request {request_id!r} (num_tokens {num_tokens})")
         blocks = [self._take(request_id) for _ in range(need)]
-        self._requests[request_id] = _Request(request_id, blocks, num_tokens)
+        self._requests[request_id] = BlockTable(request_id, blocks, num_tokens)
         return list(blocks)
+
+    def adopt(self, request_id: Hashable, blocks: Sequence[int], num_tokens: int) -> None:
+        """Start a request of `num_tokens` tokens on full blocks that are held or cached; nothing is copied.
+
+        Leading NULL_BLOCK entries stand for blocks that it does not need. ValueError when the request exists, when
+        the blocks are not those of so many tokens, or when one of them is neither held nor cached.
+        """
+        self._check_new(request_id)
+        check_count("num_tokens", num_tokens)
+        if len(blocks) * self._block_size != num_tokens:
+            raise ValueError(f"cannot adopt {len(blocks)} blocks of {self._block_size} tokens for {num_tokens} tokens")
+        held = [block_id for block_id in blocks if block_id != NULL_BLOCK]
+        num_null = len(blocks) - len(held)
+        if NULL_BLOCK in blocks[num_null:] or len(set(held)) != len(held):
+            raise ValueError(f"cannot adopt {list(blocks)}: NULL_BLOCK may only lead, and no block be there twice")
+        for index, block_id in enumerate(held):
+            try:
+                self._pool.acquire(block_id)
+            except ValueError:
+                for acquired in reversed(held[:index]):
+                    self._pool.release(acquired)
+                raise
+        for block_id in held:
+            self._holders.setdefault(block_id, set()).add(request_id)
+        self._requests[request_id] = BlockTable(request_id, list(blocks), num_tokens, num_null)
 
     def append_tokens(self, request_id: Hashable, num_tokens: int = 1) -> Copies:
         """Add `num_tokens` tokens at the end of one request: `append_many` with one item."""
@@ -291,34 +303,20 @@ class BlockManager:
 
     def reset(self) -> None:
         """Forget every request and have all blocks free, also after an operation that was cut off half-way."""
+        on_evict = self._pool.on_evict
         self._pool = BlockPool(self._pool.num_blocks, self._block_size)
+        self._pool.on_evict = on_evict
         self._requests, self._holders = {}, {}
 
     def check_integrity(self) -> None:
         """Raise AssertionError, saying what is wrong, unless pool, tables and reverse index agree. Slow."""
         self._pool.check_integrity()
-        holders: dict[int, set[Hashable]] = {}
-        for request in self._requests.values():
-            held = request.blocks[request.num_null :]
-            if len(request.blocks) != self._blocks_for(request.num_tokens):
-                raise AssertionError(f"wrong table length for block_size {self._block_size}: {request}")
-            if NULL_BLOCK in held or request.blocks[: request.num_null] != [NULL_BLOCK] * request.num_null:
-                raise AssertionError(f"NULL_BLOCK is in the wrong entries of {request}: {request.blocks}")
-            if len(set(held)) != len(held):
-                raise AssertionError(f"a block is twice in {request}: {request.blocks}")
-            for block_id in held:
-                holders.setdefault(block_id, set()).add(request.request_id)
-        for block_id, ref_count in enumerate(self._pool.ref_counts):
-            held_by = holders.get(block_id, set())
-            if ref_count != len(held_by):
-                raise AssertionError(f"block {block_id} has ref count {ref_count}, held by {held_by}")
-        if holders != self._holders:
-            raise AssertionError(f"the reverse index is {self._holders}, the tables say {holders}")
+        check_tables(self._requests.values(), self._holders, self._pool)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _get(self, request_id: Hashable) -> _Request:
+    def _get(self, request_id: Hashable) -> BlockTable:
         request = self._requests.get(request_id)
         if request is None:
             raise ValueError(f"unknown request {request_id!r}, none of the {len(self._requests)} held here")
@@ -328,15 +326,15 @@ class BlockManager:
         if request_id in self._requests:
             raise ValueError(f"there is already a {self._requests[request_id]}")
 
-    def _plan_append(self, items: AppendItems) -> tuple[dict[_Request, int], list[_Request], int]:
+    def _plan_append(self, items: AppendItems) -> tuple[dict[BlockTable, int], list[BlockTable], int]:
         """Check the items and change nothing.
 
         Returns each request's count, the requests whose tables change, and the free blocks that takes. It
         runs for every request in every step: hence the local names, and no call in the common case.
         """
         requests, ref_counts, block_size = self._requests, self._pool.ref_counts, self._block_size
-        counts: dict[_Request, int] = {}
-        changing: list[_Request] = []
+        counts: dict[BlockTable, int] = {}
+        changing: list[BlockTable] = []
         writers: dict[int, int] = {}  # shared block -> how many requests of this call write into it
         need = 0
         for request_id, count in items:
@@ -366,7 +364,7 @@ class BlockManager:
         self._holders[block_id] = {request_id}
         return block_id
 
-    def _copy_on_write(self, request: _Request, index: int) -> tuple[int, int]:
+    def _copy_on_write(self, request: BlockTable, index: int) -> tuple[int, int]:
         """Put a block of its own into the request's table in place of one that others hold as well."""
         source, destination = request.blocks[index], self._take(request.request_id)
         self._pool.release(source)
@@ -374,15 +372,15 @@ class BlockManager:
         request.blocks[index] = destination
         return source, destination
 
-    def _share(self, src: _Request, dst_request_id: Hashable, num_blocks: int, num_tokens: int) -> None:
+    def _share(self, src: BlockTable, dst_request_id: Hashable, num_blocks: int, num_tokens: int) -> None:
         blocks = src.blocks[:num_blocks]
         num_null = min(src.num_null, num_blocks)
         for block_id in blocks[num_null:]:
             self._pool.acquire(block_id)
             self._holders[block_id].add(dst_request_id)
-        self._requests[dst_request_id] = _Request(dst_request_id, blocks, num_tokens, num_null)
+        self._requests[dst_request_id] = BlockTable(dst_request_id, blocks, num_tokens, num_null)
 
-    def _give_back(self, request: _Request, start: int, stop: int) -> list[int]:
+    def _give_back(self, request: BlockTable, start: int, stop: int) -> list[int]:
         """Release table entries, the last first so that reuse goes in table order; return the free ones."""
         freed = []
         for block_id in reversed(request.blocks[start:stop]):

@@ -136,6 +136,15 @@ def generate(
         typer.echo(tokenizer.decode(row, skip_special_tokens=True) + "\n")
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Measure speed and memory; `hf-paged bench --help` lists the benches."""
+    with _plain_errors(context):
+        from hf_paged_eval.bench.cli import app as benches
+
+        benches(args=context.args, prog_name="hf-paged bench")
+
+
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     prompts = list(given or [])
     if file is not None:

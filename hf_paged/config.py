@@ -23,6 +23,8 @@ class PagedCacheConfig:
             first written; the pools of one cache never take more. `None` means 0.9 on an accelerator and
             0.4 on a CPU.
         kv_cache_dtype: "auto" keeps keys and values in the dtype the model computes them in.
+        enable_prefix_caching: whether a request that goes through a `ContinuousBatcher` uses the blocks of earlier
+            ones that begin with the same tokens.
 
     Raises:
         ValueError: a value is out of its bounds.
@@ -33,6 +35,7 @@ class PagedCacheConfig:
     num_blocks: int | None = None
     memory_fraction: float | None = None
     kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         _check_count("block_size", self.block_size)
@@ -43,6 +46,8 @@ class PagedCacheConfig:
             isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1
         ):
             raise ValueError(f"memory_fraction must be a number in (0, 1] or None, got {fraction!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         if not isinstance(self.kv_cache_dtype, str):
             raise ValueError(f"kv_cache_dtype must be a string, got {self.kv_cache_dtype!r}")
         if self.kv_cache_dtype != "auto":
@@ -76,6 +81,11 @@ class SchedulerConfig:
             number first, and in the order of arrival where that is equal.
         chunked_prefill_size: tokens of one prompt in one forward, which bounds how long a prompt can hold up the
             tokens of others. `None` leaves it to `max_num_batched_tokens`.
+        cuda_graphs: whether steps that only decode are captured as CUDA graphs and replayed. `None` means yes on a
+            CUDA device.
+        cuda_graph_sizes: numbers of rows to capture, rising; a step takes the smallest that holds its rows, and one
+            with more rows than all of them is not replayed. `None` means 1, 2, 4, multiples of 8, above 256 of 32,
+            and `max_num_seqs`.
 
     Raises:
         ValueError: a value is out of its bounds.
@@ -85,6 +95,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     policy: str = "fcfs"
     chunked_prefill_size: int | None = None
+    cuda_graphs: bool | None = None
+    cuda_graph_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_count("max_num_seqs", self.max_num_seqs)
@@ -94,9 +106,31 @@ class SchedulerConfig:
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
         if self.chunked_prefill_size is not None:
             _check_count("chunked_prefill_size", self.chunked_prefill_size)
+        if self.cuda_graphs not in (None, True, False):
+            raise ValueError(f"cuda_graphs must be True, False or None, got {self.cuda_graphs!r}")
+        if self.cuda_graph_sizes is not None:
+            self._check_graph_sizes()
+
+    def _check_graph_sizes(self) -> None:
+        sizes = self.cuda_graph_sizes
+        if not isinstance(sizes, tuple | list) or not sizes:
+            raise ValueError(f"cuda_graph_sizes must be integers or None, got {sizes!r}")
+        for size in sizes:
+            _check_count("cuda_graph_sizes: each", size)
+        if list(sizes) != sorted(set(sizes)) or sizes[-1] > self.max_num_seqs:
+            raise ValueError(f"cuda_graph_sizes must rise up to max_num_seqs={self.max_num_seqs} at most, got {sizes}")
+        if self.cuda_graphs is False:
+            raise ValueError(f"cuda_graph_sizes={sizes} are of no use with cuda_graphs=False")
+        object.__setattr__(self, "cuda_graph_sizes", tuple(sizes))
 
     def for_device(self, device_type: str) -> SchedulerConfig:
-        """The same settings with the default of `max_num_batched_tokens` on this kind of device filled in."""
+        """The same settings with the default of `max_num_batched_tokens` on this kind of device filled in.
+
+        Raises:
+            ValueError: they ask for CUDA graphs, and this is another kind of device.
+        """
+        if self.cuda_graphs and device_type != "cuda":
+            raise ValueError(f"cuda_graphs=True needs a model on a CUDA device, this one is on {device_type}")
         if self.max_num_batched_tokens is not None:
             return self
         return dataclasses.replace(self, max_num_batched_tokens=2048 if device_type == "cpu" else 8192)

@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from .adapters import Adapters, StepPart, split
 from .model_runner import ModelRunner
-from .packed_metadata import PackedStep
+from .packed_metadata import PackedStep, PackingError
+from .packing import packing_plan
 from .request import Request
+from .request_output import InvalidatedPrefix
 from .sampler import sample, sample_best, sampling_requests, stops
 from .scheduler import SchedulerOutput
 from .stats import BatcherStats, StepTimes
+from .weights import WeightsWatch
 
 
 class Engine:
@@ -35,11 +39,16 @@ class Engine:
 
     def __init__(self, runner: ModelRunner, notify: Callable[[str, Request], None]) -> None:
         self.runner, self.scheduler, self._notify = runner, runner.scheduler, notify
+        self.adapters = Adapters(runner.model)
+        self.prefix = self.scheduler.prefix
+        self._weights = None if self.prefix is None else WeightsWatch(runner.model)
+        self.reads_weights = True  # whether the next step compares all weights, not only what shows at a glance
         self.times = StepTimes()
         self.live: dict[int, Request] = {}
         self._ended: list[Request] = []  # ended outside of a step, and not reported by one yet
         self.now = time.perf_counter()
         self._num_checking = 0  # live requests with further stopping criteria
+        self._num_adapted = 0  # and with an adapter of their own
         self._inside = False
         self._torn = False  # whether something (Ctrl-C) cut off what must be done as a whole
 
@@ -49,6 +58,7 @@ class Engine:
             for one in (request, *request.samples):
                 self.live[one.key] = one
                 self._num_checking += one.checks_stop
+                self._num_adapted += one.adapter_name is not None
             if request.max_tokens <= request.num_tokens and not request.wants_prompt_logits:
                 self._finish(request, "length")
             else:
@@ -71,6 +81,8 @@ class Engine:
     def _note_end(self, request: Request) -> None:
         if self.live.pop(request.key, None) is not None:
             self._num_checking -= request.checks_stop
+            self._num_adapted -= request.adapter_name is not None
+            self.reads_weights |= not self.live
             request.last_token = self.now if request.output_token_ids else None
             self._ended.append(request)
 
@@ -110,11 +122,17 @@ class Engine:
         Returns:
             The requests that advanced, and those that ended, in this step or since the one before.
         """
+        if self._num_adapted:
+            self._admit_adapters()
+        if self._weights is not None and self.scheduler.has_unfinished:
+            self._notice_weights()
         with self._whole():
             output, step = self._prepare()
         if step is None:
             return [], self.ended()
-        logits = self.runner.forward(step)
+        with self.adapters.fixed():
+            by_adapter = isinstance(step, list)
+            logits = self.adapters.forward(self.runner, step) if by_adapter else self.runner.forward(step)
         self.times.mark("forward")
         with self._whole():
             # As generate does where the last layers lie elsewhere: histories and generators are where the input is.
@@ -124,12 +142,32 @@ class Engine:
     def ended(self) -> list[Request]:
         """The requests that ended since the last call; they let go of what they sampled with."""
         ended, self._ended = self._ended, []
+        if not self.live and self._weights is not None:
+            self._weights.rest()  # what replaces weights while nothing runs must not have the old ones kept
         for request in ended:
             request.sampling = None
             self._notify("finished", request)
         return ended
 
-    def _prepare(self) -> tuple[SchedulerOutput | None, PackedStep | None]:
+    def _notice_weights(self) -> None:
+        """Have nothing found any more that other weights computed."""
+        changed = self._weights.check_fingerprint() if self.reads_weights else self._weights.check()
+        self.reads_weights = False
+        if changed:
+            with self._whole():
+                self.prefix.reset()
+
+    def _admit_adapters(self) -> None:
+        """End the requests whose adapter cannot be used, or not any more; try those that are new."""
+        runner = self.runner
+        for name in {request.adapter_name for request in self.live.values()} - {None}:
+            try:
+                self.adapters.admit(name, runner.plan, lambda: packing_plan(runner.model))
+            except (ValueError, PackingError) as error:
+                for request in [one for one in self.live.values() if one.adapter_name == name]:
+                    self.finish(request, "error", error)
+
+    def _prepare(self) -> tuple[SchedulerOutput | None, PackedStep | list[StepPart] | None]:
         if not self.scheduler.has_unfinished:
             return None, None
         self.runner.copy_blocks()  # of a step that failed before it made them
@@ -144,7 +182,10 @@ class Engine:
         for prefill in output.prefills:
             for one in (prefill.request, *prefill.samples):
                 one.started = one.started or time.perf_counter()
-        step = self.runner.prepare(output)
+        if self._num_adapted:
+            step = split(output, self.scheduler.batch.requests)
+        else:
+            step = self.runner.prepare(output)
         self.times.mark("schedule")
         return output, step
 
@@ -192,10 +233,30 @@ class Engine:
         for request, reason in ended.values():
             self._finish(request, reason)
 
+    def invalidate(self, tokens: list[int] | None, block: int | None, group: int) -> InvalidatedPrefix:
+        """Make blocks unfindable: those of tokens, one and what lies behind it, or all.
+
+        ValueError for a block or group that does not exist.
+        """
+        if self.prefix is None:
+            return InvalidatedPrefix((), ())
+        if block is not None:
+            groups = self.scheduler.groups
+            if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(groups):
+                raise ValueError(f"group {group!r} is out of range, the model has {len(groups)} groups of layers")
+            groups[group].manager.ref_count(block)
+        with self._whole():
+            if tokens is None is block:
+                gone = self.prefix.reset()
+            else:
+                gone = self.prefix.invalidate(tokens, block, group, self.scheduler.batch.requests)
+        ids = dict.fromkeys(self.live[key].request_id for key in sorted(gone.request_keys))
+        return InvalidatedPrefix(gone.block_ids, tuple(ids))
+
     def release(self) -> None:
         """Let go of model, pools and everything else; only `stats` is left, as it is now."""
         self._last_stats = self.stats()
-        self.runner = self.scheduler = None
+        self.runner = self.scheduler = self.adapters = self.prefix = self._weights = None
 
     def stats(self) -> BatcherStats:
         """What the pools hold and how the steps went."""
@@ -203,7 +264,8 @@ class Engine:
             return self._last_stats
         with self._whole():
             pass
-        return BatcherStats.of(self.runner.pools, self.scheduler, self.times)
+        runner = self.runner
+        return BatcherStats.of(runner.pools, self.scheduler, self.times, runner.graph_steps, runner.compiled_steps)
 
     def check_integrity(self) -> None:
         """Assert that requests, block tables and pools agree. Slow."""

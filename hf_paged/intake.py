@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from .adapters import check_adapter
 from .config import SchedulerConfig
 from .packing import PackingPlan
 from .request import Request
@@ -85,10 +86,7 @@ class Intake:
     ) -> list[Request]:
         """The samples of one prompt; the first one carries the others."""
         if adapter_name is not None:
-            raise NotImplementedError(
-                f"adapter_name={adapter_name!r}: requests of one batcher share the model's active adapter; "
-                "choose it with model.set_adapter"
-            )
+            check_adapter(self.model, adapter_name)
         _check_int("priority", priority)
         if priority and self.config.policy != "priority":
             raise ValueError(
@@ -117,14 +115,14 @@ class Intake:
                 sampling.report_logprobs(logprobs)
                 if index == 0:
                     sampling.num_prompt_logprobs, sampling.on_prompt_logits = prompt_logprobs, on_prompt_logits
-                made.append(self._request(request_id, tokens, index, sampling, priority, cache_salt))
+                made.append(self._request(request_id, tokens, index, sampling, priority, cache_salt, adapter_name))
         first = made[0]
         first.samples, first.streamer = made[1:], streamer
         for one in made:
             one.prompt_logprobs = None if prompt_logprobs is None else ([] if one is first else first.prompt_logprobs)
         return made
 
-    def _request(self, request_id, tokens, index, sampling, priority, cache_salt) -> Request:
+    def _request(self, request_id, tokens, index, sampling, priority, cache_salt, adapter_name) -> Request:
         request = Request(
             request_id,
             tokens,
@@ -136,6 +134,7 @@ class Intake:
             sampling=sampling,
             checks_stop=len(sampling.criteria) > 0,
             cache_salt=cache_salt,
+            adapter_name=adapter_name,
         )
         request.wants_prompt_logits = sampling.wants_prompt_logits
         request.is_plain = sampling.is_plain_greedy

@@ -88,7 +88,31 @@ class LazyMask(LazyTensor):
         self._build, self._starts = build, None
         self.packed = None
         self.mask_kwargs = mask_kwargs
+        self._origin: LazyMask | None = None
         return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        # accelerate brings every argument to the device of the layer that takes it.
+        if func is torch.ops.aten._to_copy.default and type(args[0]) is cls:
+            changed = {name: value for name, value in (kwargs or {}).items() if value is not None}
+            device = changed.pop("device", None)
+            if device is not None and changed.pop("dtype", args[0].dtype) == args[0].dtype:
+                if changed.keys() <= {"non_blocking", "layout", "memory_format", "pin_memory"}:
+                    return args[0].on(device)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def on(self, device: torch.device) -> LazyMask:
+        """The same mask on another device, still lazy."""
+        origin = self if self._origin is None else self._origin
+
+        def build(implementation: str) -> torch.Tensor | None:
+            mask = origin.build(implementation)
+            return mask.to(device) if isinstance(mask, torch.Tensor) else mask
+
+        moved = LazyMask(self.pattern, {**self.mask_kwargs, "device": device}, build)
+        moved._origin, moved.packed = origin, self.packed
+        return moved
 
     def build(self, implementation: str) -> torch.Tensor | None:
         """The mask as the attention implementation of this name expects it."""
@@ -102,6 +126,8 @@ class LazyMask(LazyTensor):
 
         None stands for a mask without padding, False for one with holes or padding on the right.
         """
+        if self._origin is not None:
+            return self._origin.first_real_columns()
         if self.attention_mask is None:
             return None
         if self._starts is None:

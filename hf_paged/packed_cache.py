@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .batch_blocks import CacheGroup
+from .cache_group import CacheGroup
 from .config import PagedCacheConfig
 from .kv_pool import KVPool, MemoryBudget, PoolKey
 from .lazy import LazyKV

@@ -15,6 +15,7 @@ import torch
 
 from .running import RunningBatch
 from .scheduler import SchedulerOutput
+from .shared_prefix import LEAST_ROWS, SharedPrefix, find_shared_prefix
 
 
 class PackingError(NotImplementedError):
@@ -31,6 +32,7 @@ class PackedGroup:
         query_start_loc: `[P + 1]` int32, first token of each chunk, counted from the first chunk's.
         max_decode_len, max_prefill_len, max_query_len: the largest values, known on the host.
         sliding_window: tokens that a query sees, 0 for all.
+        shared: blocks that many decoding rows begin with, to be attended to once for all of them, or None.
     """
 
     __slots__ = (
@@ -46,6 +48,7 @@ class PackedGroup:
         "prefill_lens",
         "prefill_tables",
         "query_start_loc",
+        "shared",
         "sliding_window",
         "slot_mapping",
         "step",
@@ -54,6 +57,7 @@ class PackedGroup:
     def __init__(self, step: PackedStep, index: int, sliding_window: int, block_size: int) -> None:
         self.step, self.index, self.sliding_window, self.block_size = step, index, sliding_window, block_size
         self.max_decode_len = self.max_prefill_len = self.max_query_len = 0
+        self.shared: SharedPrefix | None = None
         self._serial, self._kv_lens = -1, ([], [], 0)
 
     def kv_ranges(self) -> tuple[list[int], list[int], int]:
@@ -88,7 +92,10 @@ class PackedStep:
         logits_index: `[N]` int64 positions whose logits are wanted, or None for all T.
         num_logits: N.
         serial: rises with each step, also where the object is used again.
+        reads: None, or a list that `note` adds to.
     """
+
+    reads: list[tuple[int | None, int]] | None = None
 
     def __init__(self, batch: RunningBatch, num_decode: int) -> None:
         self.batch, self.num_decode = batch, num_decode
@@ -99,6 +106,11 @@ class PackedStep:
         self.logits_index: torch.Tensor | None = None
         self.num_logits = self.serial = 0
         self.input_ids = self.position_ids = None
+
+    def note(self, layer: int | None, sliding_window: int) -> None:
+        """Attention has read a layer, or gathered keys and values (None)."""
+        if self.reads is not None:
+            self.reads.append((layer, sliding_window))
 
     @property
     def num_tokens(self) -> int:
@@ -235,6 +247,10 @@ class StepBuilder:
             group.slot_mapping = slots[index].tensor[:total]
             group.decode_lens = lens[index].tensor[:count]
             group.decode_tables = self._tables[index].rows(count, step.decode_rows)
+            if not group.sliding_window and count >= LEAST_ROWS:
+                rows = slice(0, count) if step.decode_rows is None else step.decode_rows
+                tables, computed = self.batch.block_tables[index][rows], self.batch.num_computed[rows]
+                group.shared = find_shared_prefix(tables, computed, self.block_size, device)
             if step.chunks:
                 blocks = -(-int(ends.max()) // self.block_size)
                 tables = self.batch.block_tables[index][step.chunk_rows, :blocks]

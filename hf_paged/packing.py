@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .adapters import adapter_state, check_active, turns
 from .config import PagedCacheConfig, SchedulerConfig
 from .kv_pool import PoolKey
 from .packed_cache import LayerSpec, PackedCache, PackedPools
 from .packed_metadata import PackedStep, PackingError, StepBuilder
+from .placement import input_device, placement
 from .request import Request
 from .scheduler import Scheduler
 from .switch import NAME, switches
@@ -59,7 +61,7 @@ def packing_plan(model) -> PackingPlan:
     Raises:
         PackingError: with the reason why the model cannot be packed.
     """
-    with _lock:
+    with turns(model), _lock:
         known = _plans.setdefault(model, {})
         key = _fingerprint(model)
         if key not in known:
@@ -102,16 +104,17 @@ def run_packed(model, plan_or_keep, cache: PackedCache, step: PackedStep, **chan
 
 
 def _fingerprint(model) -> tuple:
-    weight = next(model.parameters())
-    autocast = torch.is_autocast_enabled(weight.device.type)
+    where, adapters = placement(model), adapter_state(model)
+    kind = torch.device(where[0][0]).type.replace("meta", "cpu")
     own = switches.before(model.config.get_text_config(decoder=True))
-    dtypes = torch.get_autocast_dtype(weight.device.type) if autocast else None
-    return weight.dtype, weight.device, own, dtypes, model.config.to_json_string(use_diff=False)
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return where, adapters, own, autocast, model.config.to_json_string(use_diff=False)
 
 
 def _try(model) -> PackingPlan:
     if not callable(getattr(model, "generate", None)) or model.config.is_encoder_decoder:
         raise PackingError(f"{type(model).__name__} is not a decoder-only model that generates")
+    check_active(model)
     with torch.no_grad():
         trial = _Trial(model)
         trial.run_apart()
@@ -140,9 +143,7 @@ class _Trial:
     def __init__(self, model) -> None:
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
-        self.device = model.get_input_embeddings().weight.device
-        if self.device.type == "meta":  # offloaded: accelerate's hooks bring weights and inputs together
-            self.device = torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
+        self.device = input_device(model)
         self.max_position = _learned_positions(model)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # below adapters
         self.logits_to_keep = "logits_to_keep" in inspect.signature(base.forward).parameters

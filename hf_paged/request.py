@@ -46,11 +46,13 @@ class Request:
         index: which of the prompt's samples this is.
         sampling: what the sampler keeps for it.
         checks_stop: whether it has stopping criteria beyond length and `eos_token_ids`.
+        adapter_name: the adapter that its tokens are computed with; None for what is active on the model.
 
     Attributes:
         num_computed_tokens: tokens whose KV is written. While it runs, the scheduler's arrays are ahead of this.
         row: its row in the running batch, -1 while it does not run.
         is_plain: whether its next token is just the most likely one.
+        prefix_node: the findable block (see `prefix_tree`) behind which its next one is recorded; None where it is not.
         samples: further samples of this prompt, which begin when the prompt is computed.
         owner: the `generate` or `stream` call that it belongs to, or None.
         is_followed: whether somebody is told of each of its steps.
@@ -60,6 +62,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter_name",
         "arrival",
         "awaited",
         "cache_salt",
@@ -82,6 +85,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "order",
+        "prefix_node",
         "output_token_ids",
         "owner",
         "priority",
@@ -113,6 +117,7 @@ class Request:
         sampling: Any = None,
         checks_stop: bool = False,
         cache_salt: str | None = None,
+        adapter_name: str | None = None,
     ) -> None:
         self.request_id, self.index, self.key = request_id, index, key
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -122,12 +127,13 @@ class Request:
         self.priority = priority
         self.order = (priority, key)
         self.sampling, self.checks_stop = sampling, checks_stop
-        self.cache_salt = cache_salt
+        self.cache_salt, self.adapter_name = cache_salt, adapter_name
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.prefix_node: Any = None
         self.row = -1
         self.samples: list[Request] = []
         self.owner: Any = None
@@ -171,6 +177,12 @@ class Request:
         if first >= length:
             return self.output_token_ids[first - length : last - length]
         return [*self.prompt_token_ids[first:], *self.output_token_ids[: last - length]]
+
+    def token_tuple(self, first: int, last: int) -> tuple[int, ...]:
+        """The same as a tuple, which costs nothing but the copy where it is all prompt."""
+        if last <= len(self.prompt_token_ids):
+            return self.prompt_token_ids[first:last]
+        return tuple(self.tokens(first, last))
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """End it: "eos", "length", "stop", "abort" or "error"."""

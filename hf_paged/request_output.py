@@ -211,3 +211,15 @@ def _restored(request: Request, shown: tuple) -> RequestOutput:
 
 def _first(values: Sequence | None, count: int) -> tuple | None:
     return None if values is None else tuple(values[:count])
+
+
+class InvalidatedPrefix(NamedTuple):
+    """What `invalidate_prefix` dropped.
+
+    Attributes:
+        block_ids: the blocks, a tuple for each group of layers; each group has a pool with numbers of its own.
+        request_ids: running requests that hold one of them, or are computing such a prompt.
+    """
+
+    block_ids: tuple[tuple[int, ...], ...]
+    request_ids: tuple[str, ...]

@@ -16,8 +16,11 @@ from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
-from .batch_blocks import BatchBlocks, CacheGroup
+from .batch_blocks import BatchBlocks
+from .cache_group import CacheGroup
 from .config import SchedulerConfig
+from .prefix_admission import PrefixAdmission
+from .prefix_cache import PrefixCache
 from .request import Request, RequestStatus
 from .running import RunningBatch
 
@@ -68,16 +71,20 @@ class Scheduler:
     Args:
         groups: the groups of cache layers, one at least; all of one block size.
         config: with `max_num_batched_tokens` filled in.
+        prefix: what finds blocks that hold the beginning of a request already, or None.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], config: SchedulerConfig) -> None:
-        self.groups, self.config = list(groups), config
+    def __init__(
+        self, groups: Sequence[CacheGroup], config: SchedulerConfig, prefix: PrefixCache | None = None
+    ) -> None:
+        self.groups, self.config, self.prefix = list(groups), config, prefix
         self.block_size = groups[0].manager.block_size
         self.batch = RunningBatch(config.max_num_seqs, len(self.groups), self.block_size)
         self.num_preemptions = 0
-        self.blocks = BatchBlocks(self.batch, self.groups)
+        self.blocks = BatchBlocks(self.batch, self.groups, prefix)
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap; finished ones are dropped when met
         self._queued: set[int] = set()  # keys of those in it that wait
+        self._deferred: dict[int, tuple[Request, int]] = {}  # see PrefixAdmission.waiting
         self._seats: dict[int, int] = {}  # request key -> rows kept free for its further samples
 
     # Adding and ending
@@ -133,7 +140,8 @@ class Scheduler:
             budget -= output.num_decode
         if budget and self.batch.num_rows > self.batch.num_decode:
             budget = self._schedule_prefills(output, budget)
-        if budget and self._queued:
+        if budget and self._queued and self.batch.num_rows < self.batch.max_num_seqs:
+            self.blocks.record_all()
             budget = self._admit(output, budget)
         output.num_tokens = self.config.max_num_batched_tokens - budget
         return output
@@ -178,7 +186,9 @@ class Scheduler:
         batch, position = self.batch, 0
         for prefill in output.prefills:
             request = prefill.request
-            batch.num_computed[request.row] = prefill.start + prefill.count
+            batch.num_computed[request.row] = computed = prefill.start + prefill.count
+            if self.prefix is not None:
+                self.prefix.record(request, computed, tail=computed == request.num_tokens)
             if not prefill.is_last:
                 if prefill.start + prefill.count == request.num_tokens:  # it wanted no new token
                     ended.append(request)
@@ -274,6 +284,8 @@ class Scheduler:
         batch, waiting = self.batch, self._waiting
         chunk = min(self.config.max_num_batched_tokens, self.config.chunked_prefill_size or budget)
         promised = [self._promised(index, chunk) for index in range(len(self.groups))]
+        sharing = PrefixAdmission(self.prefix, self.groups, batch.requests[batch.num_decode :], self._deferred)
+        deferred: list[tuple[tuple[int, int], Request]] = []
         while budget and waiting:
             request = waiting[0][1]
             if request.is_finished:
@@ -282,21 +294,34 @@ class Scheduler:
             seats = min(len(request.samples), batch.max_num_seqs - 1)
             if batch.num_rows + sum(self._seats.values()) + 1 + seats > batch.max_num_seqs:
                 break
+            if sharing.still_waits(request):
+                deferred.append(heapq.heappop(waiting))
+                continue
+            hit = sharing.match(request)
+            if sharing.waits(request, hit):
+                deferred.append(heapq.heappop(waiting))
+                continue
             # All of its tokens must fit beside what the running ones will need, or it would only take turns with them.
             if batch.num_rows and any(
-                group.blocks_for(request.num_tokens, chunk) + promised[index] > group.available_blocks
+                sharing.need(index, request, hit, chunk) + promised[index] > group.available_blocks
                 for index, group in enumerate(self.groups)
             ):
                 break
             heapq.heappop(waiting)
             self._queued.discard(request.key)
             request.status, request.num_computed_tokens = RequestStatus.RUNNING, 0
-            self.blocks.start(request)
+            self.blocks.start(request, hit)
+            if hit is not None and request.started is None:
+                request.num_cached_tokens = int(batch.num_computed[request.row])
             if seats:
                 self._seats[request.key] = seats
             budget -= self._schedule_chunk(output, request, budget)
             if request.row >= 0:
                 promised = [blocks + self.blocks.owed(index, request, chunk) for index, blocks in enumerate(promised)]
+                sharing.note(request)
+        self._deferred = sharing.waiting
+        for entry in deferred:
+            heapq.heappush(waiting, entry)
         return budget
 
     def _promised(self, index: int, chunk: int) -> int:
@@ -342,6 +367,7 @@ class Scheduler:
         """
         self.blocks.reset()
         self._seats.clear()
+        self._deferred.clear()
         self._queued.clear()
         self._waiting.clear()
         live = list(live)

@@ -118,6 +118,12 @@ class BatcherStats:
         schedule_seconds, forward_seconds, sample_seconds: where the time of all steps went; bookkeeping is "schedule".
         bookkeeping_us: median thread CPU microseconds a step for schedule, metadata and update, of the last 200 steps.
         tokens_per_second: `new_tokens` by the time of all steps.
+        graph_steps: steps that were replayed from CUDA graphs.
+        compiled_steps: steps that ran through torch.compile, those captured as graphs not counted.
+        prefix_hit_rate: share of the tokens of the requests that began which were found in blocks, 0 to 1.
+        prefix_hit_tokens: those tokens.
+        prefix_evictions, prefix_invalidations: blocks that could be found and were needed for something else, and
+            that were made unfindable.
     """
 
     blocks_total: int = 0
@@ -139,9 +145,15 @@ class BatcherStats:
     sample_seconds: float = 0.0
     bookkeeping_us: float = 0.0
     tokens_per_second: float = 0.0
+    graph_steps: int = 0
+    compiled_steps: int = 0
+    prefix_hit_rate: float = 0.0
+    prefix_hit_tokens: int = 0
+    prefix_evictions: int = 0
+    prefix_invalidations: int = 0
 
     @classmethod
-    def of(cls, pools, scheduler, times: StepTimes) -> BatcherStats:
+    def of(cls, pools, scheduler, times: StepTimes, graph_steps: int = 0, compiled_steps: int = 0) -> BatcherStats:
         """Figures of a batcher's pools and scheduler."""
         total = sum(group.manager.num_blocks for group in scheduler.groups)
         used = sum(group.manager.used_blocks for group in scheduler.groups)
@@ -165,7 +177,23 @@ class BatcherStats:
             sample_seconds=times.seconds["sample"],
             bookkeeping_us=statistics.median(times.bookkeeping) if times.bookkeeping else 0.0,
             tokens_per_second=times.new_tokens / seconds if seconds else 0.0,
+            graph_steps=graph_steps,
+            compiled_steps=compiled_steps,
+            **_prefix(scheduler.prefix),
         )
+
+
+def _prefix(prefix) -> dict:
+    """What a prefix cache tells."""
+    if prefix is None:
+        return {}
+    return dict(
+        blocks_cached=prefix.num_cached,
+        prefix_hit_rate=prefix.num_hit / prefix.num_queried if prefix.num_queried else 0.0,
+        prefix_hit_tokens=prefix.num_hit,
+        prefix_evictions=prefix.num_evicted,
+        prefix_invalidations=prefix.num_invalidated,
+    )
 
 
 def _waste(pools, scheduler) -> float:

@@ -1,15 +1,17 @@
 """A scheduler without a model: tokens come from a rule, so that a test sees what each request was given.
 
 Contract: `Simulation` runs steps as the batcher does and asserts after each that arrays, tables and pools agree, that
-no budget is passed, that every token is computed once and in order between two preemptions, and that no block which
-a request writes is held by another one.
+no budget is passed, that every token is computed once and in order between two preemptions, that no block which
+a request writes is held by another one, and that all that a request sees was written for the same tokens as its own:
+each slot remembers the tokens up to the one that was written there.
 """
 
 from __future__ import annotations
 
-from hf_paged.batch_blocks import CacheGroup
 from hf_paged.block_manager import BlockManager
+from hf_paged.cache_group import CacheGroup
 from hf_paged.config import SchedulerConfig
+from hf_paged.prefix_cache import PrefixCache
 from hf_paged.request import Request, RequestStatus
 from hf_paged.scheduler import Scheduler
 
@@ -22,33 +24,39 @@ def token_of(request: Request, position: int) -> int:
 class Simulation:
     """Requests that go through a scheduler over pools of `num_blocks` blocks, one for each window."""
 
-    def __init__(self, num_blocks=8, block_size=4, windows=(0,), **config) -> None:
+    def __init__(self, num_blocks=8, block_size=4, windows=(0,), share=False, hash_function=None, **config) -> None:
         config.setdefault("max_num_batched_tokens", 64)
         self.groups = [CacheGroup(BlockManager(num_blocks, block_size), window) for window in windows]
-        self.scheduler = Scheduler(self.groups, SchedulerConfig(**config))
+        hashing = {} if hash_function is None else {"hash_function": hash_function}
+        self.prefix = PrefixCache(self.groups, **hashing) if share else None
+        self.scheduler = Scheduler(self.groups, SchedulerConfig(**config), self.prefix)
+        self.slots = [{} for _ in self.groups]  # (block, offset) -> tokens up to the one whose KV lies there
+        self.num_computed = 0
         self.config = self.scheduler.config
         self.keys = 0
         self.requests: list[Request] = []
         self.stored: dict[int, int] = {}  # request key -> tokens whose KV it has, since it last started
         self.steps = 0
 
-    def add(self, prompt=5, new=4, priority=0, samples=1, eos=()) -> Request:
-        made = []
+    def add(self, prompt=5, new=4, priority=0, samples=1, eos=(), salt=None) -> Request:
+        """Queue a request; `prompt` is its tokens, or how many."""
+        tokens, made = range(2, 2 + prompt) if isinstance(prompt, int) else prompt, []
         for index in range(samples):
             self.keys += 1
             made.append(
                 Request(
                     f"r{self.keys}",
-                    range(2, 2 + prompt),
+                    tokens,
                     key=self.keys,
-                    max_tokens=prompt + new,
+                    max_tokens=len(tokens) + new,
+                    cache_salt=salt,
                     eos_token_ids=eos,
                     priority=priority,
                     index=index,
                 )
             )
         made[0].samples = made[1:]
-        self.scheduler.check_fits(prompt, prompt + new)
+        self.scheduler.check_fits(len(tokens), len(tokens) + new)
         self.scheduler.add(made[0])
         self.requests += made
         return made[0]
@@ -66,8 +74,13 @@ class Simulation:
         chunks = [(request, int(batch.num_computed[request.row]), 1) for request in decoding]
         chunks += [(prefill.request, prefill.start, prefill.count) for prefill in output.prefills]
         assert len({request.key for request, _, _ in chunks}) == len(chunks)
+        for index, copies in enumerate(scheduler.blocks.pending_copies):
+            self._copy(self.slots[index], copies)
+            copies.clear()
         for request, start, count in chunks:
-            assert start == self.stored.get(request.key, 0)
+            if self.prefix is None or request.key in self.stored:
+                assert start == self.stored.get(request.key, 0)
+            self.num_computed += count
             if self.config.chunked_prefill_size and count > 1:
                 assert count <= self.config.chunked_prefill_size
             self._check_blocks(request, start, count)
@@ -79,8 +92,6 @@ class Simulation:
                     tokens.append(token_of(one, one.num_tokens))
                     if one is not prefill.request:
                         self.stored[one.key] = prefill.start + prefill.count
-        for copies in scheduler.blocks.pending_copies:
-            copies.clear()
         for request in scheduler.update(output, tokens, {}):
             scheduler.finish(request, scheduler.end_reason(request))
         scheduler.check_integrity()
@@ -98,9 +109,20 @@ class Simulation:
             for position in range(start, start + count):
                 block = int(table[position // size])
                 assert block >= 0 and group.manager.requests_of(block) == {request.key}
+                self.slots[index][block, position % size] = (request.cache_salt, *request.tokens(0, position + 1))
             window = group.sliding_window
             for position in range(max(0, start - window + 1) if window else 0, start):
-                assert table[position // size] >= 0, f"{request} lost position {position} at {start}"
+                block = int(table[position // size])
+                assert block >= 0, f"{request} lost position {position} at {start}"
+                seen = self.slots[index][block, position % size]
+                assert seen == (request.cache_salt, *request.tokens(0, position + 1)), f"{request} sees {seen}"
+
+    def _copy(self, slots, copies) -> None:
+        sources = {slot: tokens for slot, tokens in slots.items() if slot[0] in copies.values()}
+        for destination, source in copies.items():
+            for offset in range(self.scheduler.block_size):
+                if (source, offset) in sources:
+                    slots[destination, offset] = sources[source, offset]
 
     def run(self, limit=5000) -> None:
         """Step until everything has ended, and check what each request got."""

@@ -252,3 +252,25 @@ def test_the_library_shares_the_openmp_runtime_of_torch():
         pytest.skip("counts threads in /proc")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "0"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 127, 16384, 16389, 70003])
+def test_content_sums_are_exact_and_the_same_everywhere(size, threads, instruction_set):
+    data = torch.randint(0, 256, (size + 1,), dtype=torch.uint8)[1:]  # at an odd address
+    sums = set()
+    for name in cpu.instruction_sets():
+        instruction_set(name)
+        for count in (1, 2):
+            threads(count)
+            sums.add(kernels.content_sum(data))
+    assert len(sums) == 1
+    for index in {*range(min(size, 9)), size // 2, size - 1} - {-1, size}:
+        changed = data.clone()
+        changed[index] ^= 128
+        assert kernels.content_sum(changed) not in sums
+    assert kernels.content_sum(torch.cat([data, data.new_zeros(1)])) not in sums
+    if size > 20000:  # two stretches that change places
+        swapped = torch.cat([data[16384:32768], data[:16384], data[32768:]])
+        assert kernels.content_sum(swapped) not in sums
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.content_sum(torch.zeros(4, 4).t()[:, :2])

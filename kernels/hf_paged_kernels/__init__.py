@@ -17,19 +17,24 @@ The operators are also `torch.ops.hf_paged.*` (see `ops`, which has no checks), 
 import torch
 
 from .checks import check_attention, check_copying, check_writing
+from .cpu import content_sum
 from .dispatch import BACKENDS, OPS, backend, choose, describe
 from .ops import call, op_calls, plain_decode, reset_op_calls
 from .reference import slot_ids
+from .shared_prefix import decode_shared, merge_states
 
 __all__ = [
     "BACKENDS",
     "OPS",
     "backend",
     "choose",
+    "content_sum",
     "copy_blocks",
     "describe",
+    "merge_states",
     "op_calls",
     "paged_decode",
+    "paged_decode_shared",
     "paged_prefill",
     "reset_op_calls",
     "reshape_and_cache",
@@ -104,6 +109,35 @@ def paged_decode(
     tensors = (query, key_cache, value_cache, block_tables, seq_lens)
     check_attention(*tensors, **options)
     return call("paged_decode", tensors, options)
+
+
+def paged_decode_shared(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor | None,
+    num_blocks: int,
+    starts: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
+) -> torch.Tensor:
+    """`paged_decode` of sequences some of which begin with the same full blocks: those are read once for all of them.
+
+    rows        [R] int64: sequences that share; None: all
+    num_blocks  how many blocks at the beginning of their tables are the same
+    starts      [S] int32: tokens in those blocks for a sequence that shares, fewer than it has; 0 for the others
+
+    The other arguments are as in `paged_decode`; there is no window. Returns [S, H, Dv], which differs from it by
+    rounding alone: in 16 bits each of two partial results is rounded before they are merged.
+    """
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "max_seq_len": max_seq_len}
+    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
+    return decode_shared(paged_decode, *tensors, rows, num_blocks, starts, **options)
 
 
 def paged_prefill(

@@ -120,7 +120,7 @@ def check_tensor(tensor, name: str, shape: tuple, dtype: torch.dtype | None, lik
     got = tensor.shape
     fits = len(got) == len(shape)
     for want, size in zip(shape, got, strict=False):  # a loop: this runs dozens of times a step
-        fits &= want is None or want == size
+        fits = fits and (want is None or want == size)
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: expected shape [{wanted}], got {list(got)}")

@@ -41,6 +41,10 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     library.hf_paged_scratch_bytes.argtypes = [ctypes.c_char_p]
     library.hf_paged_scratch_bytes.restype = int64
     library.hf_paged_reshape_and_cache.argtypes = [ctypes.c_char_p, pointer]
+    library.hf_paged_sum_weights.argtypes = [pointer]
+    library.hf_paged_sum_weights.restype = None
+    library.hf_paged_content_sum.argtypes = [pointer, int64, pointer, ctypes.c_int]
+    library.hf_paged_content_sum.restype = ctypes.c_uint64
     library.hf_paged_copy_blocks.argtypes = [pointer] * 3 + [int64] * 5 + [pointer]
     for function in (library.hf_paged_use, library.hf_paged_isa):
         function.restype = ctypes.c_char_p
@@ -67,6 +71,29 @@ def use_instruction_set(name: str | None = None) -> str:
     if used is None:
         raise ValueError(f"instruction set: expected one of {instruction_sets()}, got {name!r}")
     return used.decode()
+
+
+@cache
+def _sum_weights():
+    weights = (ctypes.c_uint32 * 4096)()  # SUM_WORDS of paged.h
+    load()[0].hf_paged_sum_weights(weights)
+    return weights
+
+
+def content_sum(tensor: torch.Tensor) -> int | None:
+    """An exact sum of what a contiguous tensor on the CPU contains, 0 to 2**64 - 1; None without the library.
+
+    A change of any one aligned 32-bit word changes it, and others but for a chance of 2**-32 (sums.c). It takes as
+    long as reading the memory does.
+    """
+    library, _ = load()
+    if library is None:
+        return None
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"tensor: expected a contiguous one on the CPU, got {tensor.device}, strides {tensor.stride()}"
+        )
+    return library.hf_paged_content_sum(tensor.data_ptr(), tensor.nbytes, _sum_weights(), torch.get_num_threads())
 
 
 # -- operators -------------------------------------------------------------------------------------
@@ -119,7 +146,6 @@ def plain_decode(query, key_cache, value_cache, block_tables, seq_lens, scale, s
         and seq_lens.is_cpu
         and dtype is key_cache.dtype is value_cache.dtype
         and torch.int32 is block_tables.dtype is seq_lens.dtype
-        and query.is_contiguous()
         and key_cache.is_contiguous()
         and value_cache.is_contiguous()
         and seq_lens.is_contiguous()
@@ -141,11 +167,14 @@ def plain_decode(query, key_cache, value_cache, block_tables, seq_lens, scale, s
         return None
     if num_heads % num_kv_heads or (library := load()[0]) is None:
         return None
+    token_stride, head_stride, stride = query.stride()
+    if stride != 1:
+        return None
     out = query.new_empty(query_shape)
     packed = _ATTENTION.pack(
         query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(),
         0, 0, 0, out.data_ptr(), 0, code, num_seqs, num_seqs, num_heads, num_kv_heads, head_dim, head_dim,
-        num_blocks, block_size, max_blocks, num_heads * head_dim, head_dim, *block_tables.stride(),
+        num_blocks, block_size, max_blocks, token_stride, head_stride, *block_tables.stride(),
         min(sliding_window, 2**31), scale, softcap, torch.get_num_threads(),
     )  # fmt: skip
     fault = _FAULT()

@@ -27,6 +27,8 @@ INLINE void vf_sum4(vf a, vf b, vf c, vf d, float *sums) {
 #endif
 }
 
+#include "sums.inc.h"
+
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
 #define NAME(name) JOIN(name, TYPE)
@@ -61,4 +63,5 @@ const struct isa ISA = {
     .few = {few_f32, few_bf16, few_f16},
     .tile = {tile_f32, tile_bf16, tile_f16},
     .finish = {finish_f32, finish_bf16, finish_f16},
+    .word_sum = word_sum,
 };

@@ -69,6 +69,11 @@ EXPORT const char *hf_paged_use(const char *name) {
     return NULL;
 }
 
+const struct isa *chosen_isa(void) {
+    if (!chosen) hf_paged_use(NULL);
+    return chosen;
+}
+
 /* Name of the i-th instruction set that runs here, best first; NULL past the last. */
 EXPORT const char *hf_paged_isa(int i) {
     for (int j = 0; j < NUM_KNOWN; j++)
@@ -195,7 +200,7 @@ static void write_nothing(const struct attention *a, int64_t token) {
 EXPORT int64_t hf_paged_scratch_bytes(const struct attention *a) { return scratch_bytes(a); }
 
 EXPORT int hf_paged_attention(const struct attention *a, struct fault *fault) {
-    if (!chosen) hf_paged_use(NULL);
+    chosen_isa();
     const int64_t group = a->num_heads / a->num_kv_heads, capacity = a->max_blocks * a->block_size;
     struct plan *plans = malloc((a->num_seqs + 1) * sizeof *plans);
     if (!plans) return fail(fault, 4, 0, 0, (a->num_seqs + 1) * sizeof *plans);

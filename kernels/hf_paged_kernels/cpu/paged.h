@@ -57,11 +57,19 @@ typedef void task_function(const struct attention *, const struct task *, void *
 /* out [padded head_dim_v] is the weighted sum of V of row f, top its largest score, total its sum of weights. */
 typedef void finish_function(const struct attention *, const struct task *, int64_t f, float *out, float top,
                              float total);
+/* Sum of words[i] * weights[i] modulo 2**64; words may lie at any address. */
+typedef uint64_t word_sum_function(const uint32_t *words, const uint32_t *weights, int64_t count);
+/* Words that weights are there for: 16 KiB, half of a first-level cache. */
+enum { SUM_WORDS = 4096 };
 struct isa {
     const char *name;
     task_function *few[NUM_TYPES], *tile[NUM_TYPES];
     finish_function *finish[NUM_TYPES];
+    word_sum_function *word_sum;
 };
+
+/* The instruction set in use. */
+const struct isa *chosen_isa(void);
 
 extern const struct isa isa_baseline, isa_avx2, isa_avx512, isa_avx512_bf16, isa_neon;
 

@@ -1,0 +1,64 @@
+"""Layers that share block tables, over the block manager that hands out their blocks.
+
+Contract: says how many blocks there are, can be, and a request needs. No torch in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .block_manager import BlockManager
+
+
+class CacheGroup:
+    """Layers that share block tables.
+
+    Args:
+        manager: hands out their blocks.
+        sliding_window: tokens that a query of theirs sees, itself included; 0 for all.
+        max_blocks: how many blocks there can be; None for those that the manager has.
+        grow: makes at least so many blocks free, raising RuntimeError where it cannot; None for a fixed pool.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        sliding_window: int = 0,
+        max_blocks: int | None = None,
+        grow: Callable[[int], None] | None = None,
+    ) -> None:
+        self.manager, self.sliding_window, self._grow = manager, sliding_window, grow
+        self.max_blocks = manager.num_blocks if max_blocks is None else max_blocks
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that are free or can be made."""
+        return self.manager.available_blocks + max(0, self.max_blocks - self.manager.num_blocks)
+
+    def ensure(self, num_blocks: int) -> bool:
+        """Have so many free blocks; False where that cannot be."""
+        if num_blocks <= self.manager.available_blocks:
+            return True
+        if self._grow is None or num_blocks > self.available_blocks:
+            return False
+        try:
+            self._grow(num_blocks)
+        except RuntimeError:  # less memory than there was: what is there is what there can be
+            self.max_blocks = self.manager.num_blocks
+            return False
+        return True
+
+    def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
+        """Most blocks that a request holds while it grows to `num_tokens`, computed in chunks of at most `chunk`."""
+        size = self.manager.block_size
+        blocks = -(-num_tokens // size)
+        if not self.sliding_window:
+            return blocks
+        seen = self.sliding_window - 1 + chunk  # tokens that a chunk's queries see, themselves included
+        return min(blocks, (seen + size - 2) // size + 1)
+
+    def first_block_seen(self, num_computed: int) -> int:
+        """Index of the first block that the token behind `num_computed` others, or a later one, sees."""
+        if not self.sliding_window:
+            return 0
+        return max(0, num_computed - self.sliding_window + 1) // self.manager.block_size
