@@ -29,6 +29,7 @@ class CacheGroup:
     ) -> None:
         self.manager, self.sliding_window, self._grow = manager, sliding_window, grow
         self.max_blocks = manager.num_blocks if max_blocks is None else max_blocks
+        self._most_held, self._spares = 0, True
 
     @property
     def available_blocks(self) -> int:
@@ -36,15 +37,31 @@ class CacheGroup:
         return self.manager.available_blocks + max(0, self.max_blocks - self.manager.num_blocks)
 
     def ensure(self, num_blocks: int) -> bool:
-        """Have so many free blocks; False where that cannot be."""
-        if num_blocks <= self.manager.available_blocks:
+        """Have so many free blocks; False where that cannot be.
+
+        A pool that can grow does so before it gives up cached blocks, as long as they are fewer than were ever held
+        at once: so it is at most twice as large as what runs needs, and what is used again and again stays.
+        """
+        manager = self.manager
+        cached = manager.pool.cached_blocks
+        if num_blocks <= manager.available_blocks - cached:
+            return True
+        if self._spares and self._grow is not None:
+            self._most_held = max(self._most_held, manager.used_blocks + num_blocks)
+            wanted = num_blocks + min(cached, self._most_held)
+            try:
+                if wanted <= self.available_blocks:
+                    self._grow(wanted)
+            except RuntimeError:
+                self._spares = False
+        if num_blocks <= manager.available_blocks:
             return True
         if self._grow is None or num_blocks > self.available_blocks:
             return False
         try:
             self._grow(num_blocks)
         except RuntimeError:  # less memory than there was: what is there is what there can be
-            self.max_blocks = self.manager.num_blocks
+            self.max_blocks = manager.num_blocks
             return False
         return True
 

@@ -42,6 +42,7 @@ class Engine:
         self.adapters = Adapters(runner.model)
         self.prefix = self.scheduler.prefix
         self._weights = None if self.prefix is None else WeightsWatch(runner.model)
+        self._autocast: tuple | None = None  # the same weights give other keys and values in another precision
         self.reads_weights = True  # whether the next step compares all weights, not only what shows at a glance
         self.times = StepTimes()
         self.live: dict[int, Request] = {}
@@ -151,9 +152,16 @@ class Engine:
 
     def _notice_weights(self) -> None:
         """Have nothing found any more that other weights computed."""
-        changed = self._weights.check_fingerprint() if self.reads_weights else self._weights.check()
-        self.reads_weights = False
-        if changed:
+        reads, self.reads_weights = self.reads_weights, False  # before reading: another thread may ask meanwhile
+        try:
+            changed = self._weights.check_fingerprint() if reads else self._weights.check()
+        except BaseException:
+            self.reads_weights |= reads
+            raise
+        device = self.runner.plan.input_device.type
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        if changed or autocast != self._autocast:
+            self._autocast = autocast
             with self._whole():
                 self.prefix.reset()
 
@@ -236,8 +244,12 @@ class Engine:
     def invalidate(self, tokens: list[int] | None, block: int | None, group: int) -> InvalidatedPrefix:
         """Make blocks unfindable: those of tokens, one and what lies behind it, or all.
 
-        ValueError for a block or group that does not exist.
+        ValueError for a block or group that does not exist; RuntimeError from a callback of the step that runs.
         """
+        if self._inside:  # half of what this would change may be in hand
+            raise RuntimeError(
+                "a callback asks, inside a step, to drop prefixes; do that between two steps or from another thread"
+            )
         if self.prefix is None:
             return InvalidatedPrefix((), ())
         if block is not None:

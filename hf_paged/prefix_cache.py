@@ -205,29 +205,34 @@ class PrefixCache:
                 self._place(child, [table[node.depth] for table in tables])
 
     def _place(self, node: Node, blocks: Sequence[int]) -> None:
-        was_findable = self.tree.lies_somewhere(node)
+        tree = self.tree
+        was_findable = tree.lies_somewhere(node)
         for index, block in enumerate(blocks):
             if block == NO_BLOCK or node.blocks[index] != NO_BLOCK:
                 continue  # given back behind a window, or there already in another request's block
-            before = self.tree.place(node, index, block)
+            before = tree.place(node, index, block)
             self.groups[index].manager.pool.keep(block)
             if before is not None:  # the same block, partly filled
-                self.tree.fade(before)
-        if self.tree.lies_somewhere(node):
-            if not was_findable:
-                self._tell("stored", node)
-        else:
-            self.tree.fade(node)
+                tree.fade(before)
+        if was_findable:
+            return
+        if not tree.lies_somewhere(node):
+            tree.fade(node)
+        elif self.on_event is not None:
+            self._tell("stored", node)
 
     # Forgetting
 
     def _evicted(self, index: int, block: int) -> None:
-        node = self.tree.of_block[index][block]
-        self.tree.clear(node, index)
+        tree = self.tree
+        node = tree.of_block[index][block]
+        tree.clear(node, index)
         self.num_evicted += 1
-        if not self.tree.lies_somewhere(node):
-            self._tell("evicted", node)
-        self.tree.fade(node)
+        if not tree.lies_somewhere(node):
+            if self.on_event is not None:
+                self._tell("evicted", node)
+            if not node.children:
+                tree.fade(node)
 
     def invalidate(
         self, token_ids: Sequence[int] | None, block: int | None, group: int, running: Sequence[Request]

@@ -8,8 +8,8 @@ token and by the parent itself, so that equal hashes of different tokens do no h
 from __future__ import annotations
 
 import hashlib
+import struct
 import weakref
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 NO_BLOCK = -1
@@ -25,7 +25,7 @@ def chain_hash(parent: int, tokens: Sequence[int], extra: tuple = ()) -> int:
         tokens: its token ids.
         extra: what else the keys and values depend on; of a chain's root alone.
     """
-    data = array("q", tokens).tobytes()
+    data = struct.pack(f"<{len(tokens)}q", *tokens)
     if extra:
         data += repr(extra).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=parent.to_bytes(8, "little")).digest(), "little")
@@ -148,20 +148,23 @@ class PrefixTree:
         return dropped
 
     def _forget_hash(self, node: Node) -> None:
-        found = self._by_hash.get(node.hash, ())
-        if node in found:
-            found.remove(node)
-            if not found:
+        found = self._by_hash.get(node.hash)
+        if found and node in found:
+            if len(found) == 1:
                 del self._by_hash[node.hash]
+            else:
+                found.remove(node)
 
     def _unlink(self, node: Node) -> None:
         self._forget_hash(node)
         node.is_alive = False
-        siblings = node.parent.children.get(node.tokens[0], {})
-        if node in siblings:
-            del siblings[node]
-            if not siblings:
-                del node.parent.children[node.tokens[0]]
+        children, token = node.parent.children, node.tokens[0]
+        siblings = children.get(token)
+        if siblings and node in siblings:
+            if len(siblings) == 1:
+                del children[token]
+            else:
+                del siblings[node]
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots."""

@@ -99,8 +99,9 @@ class WeightsView:
             modules.append((weakref.ref(module), type(module), forward, hooks, (*module._modules, *module._parameters)))
             places.extend(index.get(id(parameter)) for parameter in module._parameters.values())
         shapes = [(leaf.dtype, leaf.device, tuple(leaf.shape), _strides(leaf)) for leaf in self.leaves]
-        settings = zip(self._keys, self._values, strict=True)
-        values = [value if key in _ADAPTERS else id(value) for key, value in settings]
+        settings = zip(self._owners, self._keys, self._values, strict=True)
+        # A dict is known by which one it is: `_values` has a copy of it, another one in each view.
+        values = [value if key in _ADAPTERS else id(owner.get(key)) for owner, key, value in settings]
         return modules, places, shapes, values, self._file_states()
 
     def _walk(self, model: nn.Module) -> Iterator[torch.Tensor]:

@@ -108,6 +108,29 @@ def test_tails_are_evicted_first_and_a_hot_prefix_stays():
     assert simulation.prefix.num_evicted > 30
 
 
+@pytest.mark.parametrize("limit, stays", [(1000, True), (12, False)])
+def test_a_pool_that_grows_keeps_what_is_hot_and_does_not_grow_for_ever(limit, stays):
+    simulation = shared(num_blocks=0)
+    group = simulation.groups[0]
+    group.max_blocks = limit
+    sizes = []
+
+    def grow(num_blocks):
+        missing = num_blocks - group.manager.available_blocks
+        if group.manager.num_blocks + missing > limit:
+            raise RuntimeError("no more")
+        group.manager.grow(max(0, missing))
+        sizes.append(group.manager.num_blocks)
+
+    group._grow = grow
+    run(simulation, [*SYSTEM, *SYSTEM, 1])
+    for index in range(20):
+        run(simulation, range(500 + 40 * index, 533 + 40 * index))
+        found = run(simulation, [*SYSTEM, *SYSTEM, 30 + index])[0].num_cached_tokens
+        assert found == 32 or not stays
+    assert max(sizes) <= 2 * 10 + 1  # twice what a request holds
+
+
 def test_half_of_a_chain_that_was_evicted_is_not_used():
     simulation = shared(num_blocks=8)
     run(simulation, [*SYSTEM, 1])  # five blocks, the tail to go first
