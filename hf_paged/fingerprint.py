@@ -1,6 +1,6 @@
 """A fingerprint of what tensors contain: exact, and the same for any number of threads.
 
-On a CPU the kernels' C library adds it up, as fast as memory is read (`hf_paged_kernels.content_sum`); elsewhere, and
+On a CPU the kernels' C library adds it up, as fast as memory is read (`hf_paged_kernels.content_sums`); elsewhere, and
 without the library, torch does, as follows.
 
 Contract: `fingerprint(tensors)` reads every byte once and changes nothing. Equal content of tensors of equal shapes,
@@ -31,7 +31,7 @@ _THREADED_FROM = 1 << 25  # bytes: below 32 MiB starting threads costs more than
 _MAX_THREADS = 8  # a memory bus is busy with fewer
 _MASK = (1 << 64) - 1
 
-_TAKES_C = hf_paged_kernels.content_sum(torch.zeros(0)) is not None
+_TAKES_C = hf_paged_kernels.content_sums([]) is not None
 
 Fingerprint = dict[str, tuple[int, ...]]
 
@@ -43,16 +43,16 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> Fingerprint:
     of the tensors counts.
     """
     jobs: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    by_c: list[int] = []
+    by_c: list[torch.Tensor] = []
     with torch.inference_mode():
         for index, tensor in enumerate(tensors):
             if _TAKES_C and tensor.device.type == "cpu":
-                by_c.append(hf_paged_kernels.content_sum(_flat(tensor)))
+                by_c.append(_flat(tensor))
             elif tensor.device.type != "meta" and tensor.numel():
                 jobs.setdefault(tensor.device, []).extend(_pieces(index, tensor))
         sums = {str(device): _sums(device, pieces) for device, pieces in jobs.items()}
         found = {device: tuple(columns.tolist()) for device, columns in sums.items()}
-        return found | {"cpu": tuple(by_c)} if by_c else found
+        return found | {"cpu": tuple(hf_paged_kernels.content_sums(by_c))} if by_c else found
 
 
 def _sums(device: torch.device, pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor:

@@ -17,7 +17,7 @@ The operators are also `torch.ops.hf_paged.*` (see `ops`, which has no checks), 
 import torch
 
 from .checks import check_attention, check_copying, check_writing
-from .cpu import content_sum
+from .cpu import content_sums
 from .dispatch import BACKENDS, OPS, backend, choose, describe
 from .ops import call, op_calls, plain_decode, reset_op_calls
 from .reference import slot_ids
@@ -28,7 +28,7 @@ __all__ = [
     "OPS",
     "backend",
     "choose",
-    "content_sum",
+    "content_sums",
     "copy_blocks",
     "describe",
     "merge_states",

@@ -10,6 +10,7 @@ Table entries, lengths and slots that would lead outside the pool raise ValueErr
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -43,8 +44,8 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     library.hf_paged_reshape_and_cache.argtypes = [ctypes.c_char_p, pointer]
     library.hf_paged_sum_weights.argtypes = [pointer]
     library.hf_paged_sum_weights.restype = None
-    library.hf_paged_content_sum.argtypes = [pointer, int64, pointer, ctypes.c_int]
-    library.hf_paged_content_sum.restype = ctypes.c_uint64
+    library.hf_paged_content_sums.argtypes = [int64] + [pointer] * 3 + [ctypes.c_int, pointer]
+    library.hf_paged_content_sums.restype = None
     library.hf_paged_copy_blocks.argtypes = [pointer] * 3 + [int64] * 5 + [pointer]
     for function in (library.hf_paged_use, library.hf_paged_isa):
         function.restype = ctypes.c_char_p
@@ -80,20 +81,25 @@ def _sum_weights():
     return weights
 
 
-def content_sum(tensor: torch.Tensor) -> int | None:
-    """An exact sum of what a contiguous tensor on the CPU contains, 0 to 2**64 - 1; None without the library.
+def content_sums(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Exact sums of what contiguous tensors on the CPU contain, 0 to 2**64 - 1 each; None without the library.
 
-    A change of any one aligned 32-bit word changes it, and others but for a chance of 2**-32 (sums.c). It takes as
+    A change of any one aligned 32-bit word changes a sum, and others but for a chance of 2**-32 (sums.c). It takes as
     long as reading the memory does.
     """
     library, _ = load()
     if library is None:
         return None
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(
-            f"tensor: expected a contiguous one on the CPU, got {tensor.device}, strides {tensor.stride()}"
-        )
-    return library.hf_paged_content_sum(tensor.data_ptr(), tensor.nbytes, _sum_weights(), torch.get_num_threads())
+    for tensor in tensors:
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            where = f"{tensor.device}, strides {tensor.stride()}"
+            raise ValueError(f"tensors: expected contiguous ones on the CPU, got one on {where}")
+    count = len(tensors)
+    pointers = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors])
+    sizes = (ctypes.c_int64 * count)(*[tensor.nbytes for tensor in tensors])
+    sums = (ctypes.c_uint64 * count)()
+    library.hf_paged_content_sums(count, pointers, sizes, _sum_weights(), torch.get_num_threads(), sums)
+    return list(sums)
 
 
 # -- operators -------------------------------------------------------------------------------------

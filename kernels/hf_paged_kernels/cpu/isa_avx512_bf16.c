@@ -1,5 +1,6 @@
 /* x86-64 with AVX-512 F, BW, DQ and VL, and products of bfloat16 pairs (Intel since 2020, AMD since 2022). */
-#if defined(__x86_64__)
+#include "paged.h"
+#if HF_KNOWS_AVX512_BF16
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), apply_to = function)
 #else

@@ -28,8 +28,11 @@ static int omp_get_thread_num(void) { return 0; }
 /* -- instruction set ------------------------------------------------------------------------------ */
 
 static const struct isa *known[] = {
+#if HF_KNOWS_AVX512_BF16
+    &isa_avx512_bf16,
+#endif
 #if defined(__x86_64__)
-    &isa_avx512_bf16, &isa_avx512, &isa_avx2,
+    &isa_avx512, &isa_avx2,
 #elif defined(__aarch64__)
     &isa_neon,
 #endif
@@ -48,7 +51,9 @@ static int has_f16c(void) {
 
 static int runs_here(const struct isa *isa) {
 #if defined(__x86_64__)
+#if HF_KNOWS_AVX512_BF16
     if (isa == &isa_avx512_bf16) return runs_here(&isa_avx512) && __builtin_cpu_supports("avx512bf16");
+#endif
     if (isa == &isa_avx512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

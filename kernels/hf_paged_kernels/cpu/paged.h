@@ -71,6 +71,13 @@ struct isa {
 /* The instruction set in use. */
 const struct isa *chosen_isa(void);
 
+/* Compilers before GCC 10 do not know avx512bf16; avx512 does without. */
+#if defined(__x86_64__) && (defined(__clang__) || !defined(__GNUC__) || __GNUC__ >= 10)
+#define HF_KNOWS_AVX512_BF16 1
+#else
+#define HF_KNOWS_AVX512_BF16 0
+#endif
+
 extern const struct isa isa_baseline, isa_avx2, isa_avx512, isa_avx512_bf16, isa_neon;
 
 /* A head's row in scratch is padded to this many floats: two vectors of the widest instruction set. */

@@ -1,4 +1,4 @@
-/* A sum of what a stretch of memory contains, as fast as it can be read; for telling whether weights changed.
+/* Sums of what stretches of memory contain, as fast as they can be read; for telling whether weights changed.
  *
  * Contract: exact, and the same for any number of threads and any instruction set. A change of any one 32-bit word
  * changes it; other changes are missed with a probability of 2**-32 or less, as long as they are not made for it.
@@ -6,6 +6,13 @@
 #include <string.h>
 
 #include "paged.h"
+
+#if defined(HF_PAGED_WITHOUT_OPENMP)
+static int omp_get_thread_num(void) { return 0; }
+static int omp_get_num_threads(void) { return 1; }
+#else
+#include <omp.h>
+#endif
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -27,19 +34,46 @@ EXPORT void hf_paged_sum_weights(uint32_t *weights) {
     for (int i = 0; i < SUM_WORDS; i++) weights[i] = (uint32_t)(odd(~(uint64_t)i) >> 32) | 1;
 }
 
-EXPORT uint64_t hf_paged_content_sum(const char *data, int64_t num_bytes, const uint32_t *weights, int num_threads) {
-    const int64_t bytes = SUM_WORDS * 4;
-    word_sum_function *word_sum = chosen_isa()->word_sum;
-    const int64_t whole = num_bytes / bytes, words = num_bytes % bytes / 4;
-    const int64_t worth = num_bytes / 200000 + 1;
+enum { PIECE_BYTES = SUM_WORDS * 4 };
+
+static uint64_t piece_sum(const char *data, int64_t num_bytes, int64_t piece, const uint32_t *weights) {
+    const char *from = data + piece * PIECE_BYTES;
+    int64_t left = num_bytes - piece * PIECE_BYTES;
+    if (left >= PIECE_BYTES) return odd(piece) * chosen_isa()->word_sum((const uint32_t *)from, weights, SUM_WORDS);
+    uint32_t last = 0; /* the bytes that fill no word */
+    memcpy(&last, from + left / 4 * 4, left % 4);
+    uint64_t sum = odd(piece) * chosen_isa()->word_sum((const uint32_t *)from, weights, left / 4);
+    return sum + odd(piece + 1) * ((uint64_t)last * weights[0] + (uint64_t)num_bytes);
+}
+
+/* A sum for each of `count` stretches of memory. The threads share the pieces of all of them evenly. */
+EXPORT void hf_paged_content_sums(int64_t count, const char *const *data, const int64_t *num_bytes,
+                                  const uint32_t *weights, int num_threads, uint64_t *sums) {
+    int64_t pieces = 0;
+    for (int64_t i = 0; i < count; i++) {
+        pieces += num_bytes[i] / PIECE_BYTES + 1; /* the last one is not full, and may be empty */
+        sums[i] = 0;
+    }
+    const int64_t worth = pieces / 12 + 1;
     const int threads = (int)(num_threads < worth ? num_threads : worth);
-    uint64_t sum = 0;
+    chosen_isa(); /* once, not by several threads */
     (void)threads;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum)
-    for (int64_t piece = 0; piece < whole; piece++)
-        sum += odd(piece) * word_sum((const uint32_t *)(data + piece * bytes), weights, SUM_WORDS);
-    sum += odd(whole) * word_sum((const uint32_t *)(data + whole * bytes), weights, words);
-    uint32_t last = 0;
-    memcpy(&last, data + whole * bytes + words * 4, num_bytes % 4);
-    return sum + odd(whole + 1) * ((uint64_t)last * weights[0] + (uint64_t)num_bytes);
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t mine = omp_get_thread_num(), others = omp_get_num_threads();
+        const int64_t from = pieces * mine / others, to = pieces * (mine + 1) / others;
+        int64_t first = 0; /* number of the stretch's first piece */
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t own = num_bytes[i] / PIECE_BYTES + 1;
+            int64_t piece = from > first ? from - first : 0, end = to - first < own ? to - first : own;
+            uint64_t sum = 0;
+            const int some = piece < end;
+            for (; piece < end; piece++) sum += piece_sum(data[i], num_bytes[i], piece, weights);
+            first += own;
+            if (some) {
+#pragma omp atomic
+                sums[i] += sum; /* integers: in any order */
+            }
+        }
+    }
 }
