@@ -233,6 +233,14 @@ class TestOneRequestsOwnFaults:
             check_idle(one)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class TestInterrupts:
     @pytest.mark.parametrize("at", [1, 3, 8])
     def test_ctrl_c_in_the_forward_leaves_a_usable_batcher(self, model, at):
@@ -245,7 +253,7 @@ class TestInterrupts:
             check(NAME, [ROWS[0]], [one.result(other)], 20)
             check_idle(one)
 
-    def test_ctrl_c_at_any_moment(self, model):
+    def test_ctrl_c_at_any_moment(self, model, ctrl_c):
         with batcher(model, cache_config={"num_blocks": 40}) as one:
             hit = 0
             for delay in (0.004, 0.011, 0.017, 0.023, 0.031, 0.043, 0.057):
