@@ -22,6 +22,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from transformers.utils import logging
 
 from .config import PagedCacheConfig, SchedulerConfig
+from .graphs import TOLERANCE, logits_difference
 from .model_watch import ModelWatch
 from .packed_cache import PackedCache, PackedPools
 from .packed_metadata import PackedStep, PackingError, StepBuilder
@@ -34,8 +35,6 @@ from .traced_cache import TracedCache
 logger = logging.get_logger(__name__)
 
 DEFAULT_BACKEND = "inductor"
-# Largest root mean square difference of the logits, relative to their spread: kernels are fused, and round elsewhere.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _LONGEST_WINDOW_CROSSED = 40
 _STEPS = 5  # decoding steps that are compared for each graph
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -205,19 +204,13 @@ def _leave_open(step: PackedStep, pools: PackedPools) -> None:
 
 
 def _compare(name: str, logits: torch.Tensor, expected: torch.Tensor, plan: PackingPlan) -> None:
-    bound = max(_TOLERANCE.get(dtype, 0.1) for spec in plan.specs.values() for dtype in spec.dtypes)
+    bound = max(TOLERANCE.get(dtype, 0.1) for spec in plan.specs.values() for dtype in spec.dtypes)
     difference = logits_difference(logits, expected)
     if not difference <= bound:  # NaN is no agreement
         raise PackingError(
             f"compile=True: {name} gives other logits compiled than not (difference {difference:.2g} of their "
             f"spread); leave compile=False for it"
         )
-
-
-def logits_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference of two `[N, vocab]`, as a share of the spread of the second."""
-    logits, expected = logits.float(), expected.float()
-    return float((logits - expected).square().mean().sqrt() / expected.std().clamp(min=1e-20))
 
 
 class _Side:

@@ -30,12 +30,18 @@ logger = logging.get_logger(__name__)
 # has been asked for as often since something moved, so that pools which grow all the time at most double the cost.
 STEPS_BEFORE_CAPTURE = 3
 # Largest root mean square difference of the logits, relative to their spread, between a replay and the step itself:
-# a row more or less makes other kernels, which round otherwise. Exchanged rows differ by about 1.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# a row more or less, or fusing, makes other kernels, which round otherwise. Exchanged rows differ by about 1.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 class CaptureError(RuntimeError):
     """A forward cannot be captured, and why."""
+
+
+def logits_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference of two `[N, vocab]`, as a share of the spread of the second."""
+    logits, expected = logits.float(), expected.float()
+    return float((logits - expected).square().mean().sqrt() / expected.std().clamp(min=1e-20))
 
 
 def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:
@@ -193,9 +199,8 @@ class GraphRunner:
         buffers.logits[:size].fill_(float("nan"))  # what a replay does not write shows
         replay()
         logits, expected = buffers.logits[: step.num_decode].clone(), self._forward(step)
-        bound = _TOLERANCE.get(self._pools.pools[0].key.dtype, 0.1)
-        spread = expected.float().std().clamp(min=1e-20)
-        difference = float((logits.float() - expected.float()).square().mean().sqrt() / spread)
+        bound = TOLERANCE.get(self._pools.pools[0].key.dtype, 0.1)
+        difference = logits_difference(logits, expected)
         if not difference <= bound:
             raise CaptureError(f"a replay gives other logits than the step (difference {difference:.2g} of the spread)")
         self._graphs[size] = replay

@@ -70,7 +70,6 @@ def plain_decode(query, key_cache, *arguments):
     """
     if (
         torch.compiler.is_compiling()  # first: dynamo does not trace what `forced` does
-        or not query.is_cpu
         or dispatch.forced() not in _C
         or torch._C._len_torch_dispatch_stack()
     ):

@@ -8,21 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "entry.h"
 #include "paged.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#endif
-#if defined(HF_PAGED_WITHOUT_OPENMP)
-static int omp_get_thread_num(void) { return 0; }
-#else
-#include <omp.h>
-#endif
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
 #endif
 
 /* -- instruction set ------------------------------------------------------------------------------ */

@@ -5,20 +5,8 @@
  */
 #include <string.h>
 
+#include "entry.h"
 #include "paged.h"
-
-#if defined(HF_PAGED_WITHOUT_OPENMP)
-static int omp_get_thread_num(void) { return 0; }
-static int omp_get_num_threads(void) { return 1; }
-#else
-#include <omp.h>
-#endif
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
 
 /* An odd number for each stretch (the mixing step of SplitMix64, Steele et al. 2014). Odd numbers are invertible modulo
  * 2**64, so no difference is multiplied away. */
