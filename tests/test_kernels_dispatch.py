@@ -54,7 +54,7 @@ WRONG = [
     ("reshape_and_cache", "value", torch.randn(2, 2, 6), "[2, 2, 6]"),
     ("reshape_and_cache", "value", torch.randn(2, 2, 5, device=meta), "meta"),
     ("reshape_and_cache", "slot_mapping", torch.zeros(2, dtype=int32), "int32"),
-    ("reshape_and_cache", "key_cache", torch.zeros(3, 2, 4, 6, dtype=torch.int8), "int8"),
+    ("reshape_and_cache", "key_cache", torch.zeros(3, 2, 4, 6, dtype=torch.int16), "int16"),
     ("copy_blocks", "key_cache", torch.randn(3, 2, 6, 4).mT, "strides (48, 24, 1, 4)"),
     ("copy_blocks", "value_cache", torch.randn(3, 2, 4, 0), "[3, 2, 4, 0]"),
     ("copy_blocks", "value_cache", torch.randn(3, 1, 4, 5), "[3, 1, 4, 5]"),

@@ -6,21 +6,29 @@ shapes, dtypes, devices and plain numbers only, so none waits for a device; valu
 
 import torch
 
+from .quantize import QMAX
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ANY = object()  # a dtype that the caller looks at itself
 
 
-def check_writing(key, value, key_cache, value_cache, slot_mapping) -> None:
+def check_writing(key, value, key_cache, value_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
     """Of reshape_and_cache."""
     check_caches(key_cache, value_cache)
+    check_scales(key_cache, value_cache, k_scale, v_scale)
     check_tensor(slot_mapping, "slot_mapping", (None,), torch.int64, key_cache)
     num_tokens = slot_mapping.shape[0]
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        check_tensor(rows, name, (num_tokens, cache.shape[1], cache.shape[3]), cache.dtype, cache)
+        shape = (num_tokens, cache.shape[1], cache.shape[3])
+        check_tensor(rows, name, shape, None if cache.dtype in QMAX else cache.dtype, key_cache)
+        if rows.dtype not in DTYPES:
+            raise ValueError(f"{name}: expected a dtype of {DTYPES}, got {rows.dtype}")
 
 
-def check_copying(key_cache, value_cache, pairs) -> None:
+def check_copying(key_cache, value_cache, pairs, k_scale=None, v_scale=None) -> None:
     """Of copy_blocks."""
     check_caches(key_cache, value_cache)
+    check_scales(key_cache, value_cache, k_scale, v_scale)
     check_tensor(pairs, "pairs", (None, 2), torch.int64, key_cache)
 
 
@@ -40,11 +48,14 @@ def check_attention(
     return_lse,
     max_seq_len,
     max_query_len=None,
+    k_scale=None,
+    v_scale=None,
 ) -> None:
     """Of paged_prefill, and of paged_decode, which has no query_start_loc: one query for each sequence."""
-    plain = query_start_loc is None and sinks is None and seq_starts is None
+    plain = query_start_loc is None and sinks is None is seq_starts and k_scale is None is v_scale
     if not (plain and _decode_fits(query, key_cache, value_cache, block_tables, seq_lens)):
         _name_the_misfit(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, seq_starts)
+        check_scales(key_cache, value_cache, k_scale, v_scale)
     if not isinstance(scale, (int, float)):
         raise ValueError(f"scale: expected a number, got {scale!r}")
     if not isinstance(softcap, (int, float)) or not softcap >= 0:
@@ -89,7 +100,10 @@ def _name_the_misfit(query, key_cache, value_cache, block_tables, seq_lens, quer
     if query_start_loc is not None:
         check_tensor(query_start_loc, "query_start_loc", (num_seqs + 1,), torch.int32, key_cache)
         num_queries = None
-    check_tensor(query, "query", (num_queries, None, key_cache.shape[3]), key_cache.dtype, key_cache)
+    own = [cache.dtype for cache in (key_cache, value_cache) if cache.dtype not in QMAX]
+    check_tensor(query, "query", (num_queries, None, key_cache.shape[3]), own[0] if own else None, key_cache)
+    if query.dtype not in DTYPES:
+        raise ValueError(f"query: expected a dtype of {DTYPES}, got {query.dtype}")
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
     if num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"query: expected a multiple of {num_kv_heads} heads (KV heads), got {num_heads}")
@@ -102,19 +116,44 @@ def _name_the_misfit(query, key_cache, value_cache, block_tables, seq_lens, quer
 
 def check_caches(key_cache, value_cache) -> None:
     """key_cache [num_blocks, KH, block_size, Dk] and value_cache [num_blocks, KH, block_size, Dv]."""
-    check_tensor(key_cache, "key_cache", (None, None, None, None), None, key_cache)
-    if key_cache.dtype not in DTYPES:
-        raise ValueError(f"key_cache: expected a dtype of {DTYPES}, got {key_cache.dtype}")
-    check_tensor(value_cache, "value_cache", (*key_cache.shape[:3], None), key_cache.dtype, key_cache)
+    check_tensor(key_cache, "key_cache", (None, None, None, None), ANY, key_cache)
+    check_tensor(value_cache, "value_cache", (*key_cache.shape[:3], None), ANY, key_cache)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype not in DTYPES and cache.dtype not in QMAX:
+            raise ValueError(f"{name}: expected a dtype of {(*DTYPES, *QMAX)}, got {cache.dtype}")
         if 0 in cache.shape[1:]:
             raise ValueError(f"{name}: expected no empty dimension after the first, got {list(cache.shape)}")
         if not cache.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {cache.stride()}")
+    if key_cache.dtype in DTYPES and value_cache.dtype in DTYPES and key_cache.dtype is not value_cache.dtype:
+        raise ValueError(f"value_cache: expected dtype {key_cache.dtype}, got {value_cache.dtype}")
 
 
-def check_tensor(tensor, name: str, shape: tuple, dtype: torch.dtype | None, like: torch.Tensor) -> None:
-    """One tensor against a shape (None: any size), a dtype (None: any floating one) and like's device."""
+def check_scales(key_cache, value_cache, k_scale, v_scale) -> None:
+    """float32 [num_blocks, KH, block_size], [KH] or, of keys, [KH, Dk] for a cache of codes; None for any other."""
+    for name, cache, scale in (("k_scale", key_cache, k_scale), ("v_scale", value_cache, v_scale)):
+        if (cache.dtype in QMAX) is not (scale is not None):
+            wanted = "a float32 tensor for a cache of" if scale is None else "None for a cache of"
+            raise ValueError(f"{name}: expected {wanted} {cache.dtype}, got {_short(scale)}")
+        if scale is None:
+            continue
+        num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+        shapes = [(num_blocks, num_kv_heads, block_size), (num_kv_heads,)]
+        if name == "k_scale":
+            shapes.append((num_kv_heads, head_dim))
+        if not isinstance(scale, torch.Tensor) or tuple(scale.shape) not in shapes:
+            raise ValueError(f"{name}: expected a shape of {shapes}, got {_short(scale)}")
+        check_tensor(scale, name, tuple(scale.shape), torch.float32, key_cache)
+        if not scale.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {scale.stride()}")
+
+
+def _short(scale) -> str:
+    return f"{list(scale.shape)}" if isinstance(scale, torch.Tensor) else repr(scale)
+
+
+def check_tensor(tensor, name: str, shape: tuple, dtype, like: torch.Tensor) -> None:
+    """One tensor against a shape (None: any size), a dtype (None: any floating one; ANY) and like's device."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name}: expected a tensor, got {tensor!r}")
     got = tensor.shape
@@ -124,7 +163,7 @@ def check_tensor(tensor, name: str, shape: tuple, dtype: torch.dtype | None, lik
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: expected shape [{wanted}], got {list(got)}")
-    if tensor.dtype is not dtype if dtype is not None else not tensor.is_floating_point():
+    if dtype is not ANY and (tensor.dtype is not dtype if dtype is not None else not tensor.is_floating_point()):
         raise ValueError(f"{name}: expected dtype {dtype or 'floating'}, got {tensor.dtype}")
     if tensor.device != like.device:
         raise ValueError(f"{name}: expected the key_cache's device {like.device}, got {tensor.device}")

@@ -14,6 +14,7 @@ import torch
 
 from . import cpu, reference
 from .checks import DTYPES
+from .quantize import QMAX
 
 OPS = ("reshape_and_cache", "paged_decode", "paged_prefill", "copy_blocks")
 TRITON_MAX_HEAD_DIM = 256
@@ -59,13 +60,13 @@ def forced() -> str | None:
 
 
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> tuple[str, str]:
-    """The backend for caches of this device, dtype and (larger) head size, and why."""
+    """The backend for queries of this dtype, caches on this device and their (larger) head size, and why."""
     name = forced()
     if name is not None:
         if name == "c" and device.type != "cpu":  # plain pointers: it would read another device's addresses
             raise ValueError(f"backend('c'): expected caches on the CPU, got {device}")
         return name, f"forced by backend({name!r})"
-    if dtype not in NARROW:
+    if dtype not in NARROW and dtype not in QMAX:
         return "reference", "plain torch: the kernels accumulate in float32"
     if device.type == "cpu":
         if "c" in BACKENDS:

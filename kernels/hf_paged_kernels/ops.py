@@ -14,19 +14,23 @@ import torch
 
 from . import cpu, dispatch
 from .dispatch import OPS
+from .quantize import QMAX
 
 _ATTENTION = (
     "float scale, SymInt sliding_window, float softcap, Tensor? sinks, Tensor? seq_starts, bool return_lse, "
     "SymInt? max_seq_len"
 )
+_SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"
 _SCHEMAS = {
     "reshape_and_cache": "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-    "Tensor slot_mapping) -> ()",
-    "copy_blocks": "(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor pairs) -> ()",
+    "Tensor slot_mapping, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
+    "copy_blocks": "(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor pairs, Tensor(c!)? k_scale=None, "
+    "Tensor(d!)? v_scale=None) -> ()",
     "paged_decode": "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-    f"{_ATTENTION}) -> (Tensor, Tensor)",
+    f"{_ATTENTION}, {_SCALES}) -> (Tensor, Tensor)",
     "paged_prefill": "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-    f"Tensor query_start_loc, Tensor seq_lens, {_ATTENTION}, SymInt? max_query_len) -> (Tensor, Tensor)",
+    f"Tensor query_start_loc, Tensor seq_lens, {_ATTENTION}, SymInt? max_query_len, {_SCALES}) -> "
+    "(Tensor, Tensor)",
 }
 
 _calls = dict.fromkeys(OPS, 0)
@@ -49,20 +53,20 @@ def call(op: str, tensors: tuple, options: dict | None = None):
     """Run an operator on plain tensors at once; through `torch.ops` where something traces or intercepts.
 
     Args:
-        options: those of `OPTIONS` that the operator takes, in that order.
+        options: of attention, those of its `OPTIONS` that are given.
     """
     if type(tensors[0]) in _PLAIN and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
         caches = tensors[2:4] if op == "reshape_and_cache" else tensors[:2] if op == "copy_blocks" else tensors[1:3]
         return _run(op, *caches, tensors, options or {})
     with torch.no_grad():
-        result = getattr(torch.ops.hf_paged, op)(*tensors, *(options or {}).values())
+        result = getattr(torch.ops.hf_paged, op)(*tensors, **(options or {}))
     return result if options is None or options["return_lse"] else result[0]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def plain_decode(query, key_cache, *arguments):
+def plain_decode(query, key_cache, *arguments, **scales):
     """paged_decode by the C library where all is as it mostly is, or None: then somebody must look closer.
 
     A decode step of a small model calls it once a layer. Checks, choice and call in one go take 10 us of Python
@@ -72,9 +76,10 @@ def plain_decode(query, key_cache, *arguments):
         torch.compiler.is_compiling()  # first: dynamo does not trace what `forced` does
         or dispatch.forced() not in _C
         or torch._C._len_torch_dispatch_stack()
+        or (scales and not getattr(cpu, "QUANTIZED", False))
     ):
         return None
-    out = cpu.plain_decode(query, key_cache, *arguments)
+    out = cpu.plain_decode(query, key_cache, *arguments, **scales)
     if out is not None:
         with _calls_lock:
             _calls["paged_decode"] += 1
@@ -88,19 +93,21 @@ def _run(op: str, key_cache: torch.Tensor, value_cache: torch.Tensor, tensors: t
     """Run an operator on the backend for these caches and count it."""
     device = key_cache.device
     head_dim = 0 if device.type == "cpu" else max(key_cache.shape[3], value_cache.shape[3])
-    name, _ = dispatch.choose(device, key_cache.dtype, head_dim)
+    name, _ = dispatch.choose(device, tensors[0].dtype, head_dim)
+    if (key_cache.dtype in QMAX or value_cache.dtype in QMAX) and not getattr(dispatch.BACKENDS[name], "QUANTIZED", 0):
+        name = "reference"
     result = getattr(dispatch.BACKENDS[name], op)(*tensors, **options)
     with _calls_lock:
         _calls[op] += 1
     return result
 
 
-def _write(key, value, key_cache, value_cache, slot_mapping):
-    _run("reshape_and_cache", key_cache, value_cache, (key, value, key_cache, value_cache, slot_mapping), {})
+def _write(key, value, key_cache, value_cache, slot_mapping, *scales):
+    _run("reshape_and_cache", key_cache, value_cache, (key, value, key_cache, value_cache, slot_mapping, *scales), {})
 
 
-def _copy(key_cache, value_cache, pairs):
-    _run("copy_blocks", key_cache, value_cache, (key_cache, value_cache, pairs), {})
+def _copy(key_cache, value_cache, pairs, *scales):
+    _run("copy_blocks", key_cache, value_cache, (key_cache, value_cache, pairs, *scales), {})
 
 
 def _decode(query, key_cache, value_cache, block_tables, seq_lens, *options):
@@ -112,11 +119,15 @@ def _prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_l
     return _attention("paged_prefill", tensors, options)
 
 
-OPTIONS = ("scale", "sliding_window", "softcap", "sinks", "seq_starts", "return_lse", "max_seq_len", "max_query_len")
+_SHARED = ("scale", "sliding_window", "softcap", "sinks", "seq_starts", "return_lse", "max_seq_len")
+OPTIONS = {
+    "paged_decode": (*_SHARED, "k_scale", "v_scale"),
+    "paged_prefill": (*_SHARED, "max_query_len", "k_scale", "v_scale"),
+}
 
 
 def _attention(op, tensors, values):
-    options = dict(zip(OPTIONS, values, strict=False))
+    options = dict(zip(OPTIONS[op], values, strict=False))  # torch leaves scales out where they are None
     result = _run(op, tensors[1], tensors[2], tensors, options)
     # An operator's outputs are fixed: without return_lse the second one is empty.
     return result if options["return_lse"] else (result, tensors[0].new_empty(0, dtype=torch.float32))
@@ -133,7 +144,7 @@ def _fake_prefill(query, key_cache, value_cache, block_tables, query_start_loc, 
 def _fake_attention(query, value_cache, options):
     num_tokens, num_heads, _ = query.shape
     out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
-    return_lse = options[OPTIONS.index("return_lse")]
+    return_lse = options[_SHARED.index("return_lse")]
     return out, query.new_empty((num_tokens, num_heads) if return_lse else (0,), dtype=torch.float32)
 
 

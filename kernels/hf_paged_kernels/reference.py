@@ -12,6 +12,10 @@ Sources: PagedAttention, Kwon et al. 2023 (arXiv 2309.06180); grouped-query atte
 
 import torch
 
+from .quantize import QMAX, dequantize, dynamic_scale, quantize
+
+QUANTIZED = True
+
 # Bounds of the temporaries, chosen on a CPU: tiles that stay in its caches beat larger ones.
 DECODE_TILE_BYTES = 4 * 2**20  # gathered K and V of one tile of sequences
 PREFILL_TILE_BYTES = 2 * 2**20  # attention scores of one tile of queries; 4 queries at least
@@ -36,8 +40,11 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Write the K and V of T tokens into their slots, in place (Kwon et al. 2023, section 4)."""
+    """Write the K and V of T tokens into their slots, in place (Kwon et al. 2023, section 4), as codes where the
+    cache holds codes; then scales of tokens and heads are written with them."""
     if slot_mapping.shape[0] == 0:
         return
     # Boolean indexing would wait for the device. Instead a token without a slot repeats the write of the
@@ -50,18 +57,33 @@ def reshape_and_cache(
     slots = slots.clamp(min=0)
     block_size = key_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    for rows, cache in ((key, key_cache), (value, value_cache)):
-        cache[blocks, :, offsets] = torch.where(none_kept, cache[0, :, 0], rows.index_select(0, tokens))
+    for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        rows = rows.index_select(0, tokens)
+        if scale is not None:
+            dynamic = scale.dim() == 3
+            new = dynamic_scale(rows, cache.dtype) if dynamic else scale
+            rows = quantize(rows, new[None] if new.dim() == 2 and not dynamic else new[..., None], cache.dtype)
+            rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
+            if dynamic:
+                scale[blocks, :, offsets] = torch.where(none_kept[..., 0], scale[0, :, 0], new)
+        cache[blocks, :, offsets] = torch.where(none_kept, cache[0, :, 0], rows)
 
 
 @torch.inference_mode()
-def copy_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copy whole blocks, in place; copy-on-write (Kwon et al. 2023, section 4.4)."""
+def copy_blocks(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    pairs: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Copy whole blocks and the scales of their tokens, in place; copy-on-write (Kwon et al. 2023, section 4.4)."""
     if pairs.shape[0] == 0:
         return
-    for cache in (key_cache, value_cache):
+    scales = [scale for scale in (k_scale, v_scale) if scale is not None and scale.dim() == 3]
+    for blocks in (_bytes(key_cache), _bytes(value_cache), *scales):
         # index_select makes a copy, so every source is read before any destination is written.
-        cache.index_copy_(0, pairs[:, 1], cache.index_select(0, pairs[:, 0]))
+        blocks.index_copy_(0, pairs[:, 1], blocks.index_select(0, pairs[:, 0]))
 
 
 @torch.no_grad()
@@ -79,6 +101,8 @@ def paged_decode(
     seq_starts: torch.Tensor | None = None,
     return_lse: bool = False,
     max_seq_len: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ):
     """Attention of one new token per sequence: gather the blocks, mask by position, attend.
 
@@ -113,10 +137,13 @@ def paged_decode(
     for begin in range(0, num_seqs, tile):
         rows = slice(begin, begin + tile)
         seen = visible[rows]
-        k = _gather(key_cache, blocks[rows], k_scratch).to(acc)
+        k = _widened(_gather(key_cache, blocks[rows], k_scratch), k_scale, blocks[rows], acc)
         v = _gather(value_cache, blocks[rows], v_scratch)
-        _zero_hidden(v, seen)
-        v = v.to(acc)
+        if v_scale is None:
+            _zero_hidden(v, seen)
+        v = _widened(v, v_scale, blocks[rows], acc)
+        if v_scale is not None:  # a scale that is not seen may be NaN, too
+            _zero_hidden(v, seen)
         q = grouped[rows].to(acc)
         tile_out, tile_lse = _attend(q, k, v, seen[:, None, None, None], scale, softcap, sinks)
         out[rows] = tile_out.flatten(1, 3)
@@ -141,6 +168,8 @@ def paged_prefill(
     return_lse: bool = False,
     max_seq_len: int | None = None,
     max_query_len: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ):
     """Causal attention of packed chunks: one sequence at a time, in tiles of queries.
 
@@ -164,8 +193,8 @@ def paged_prefill(
         first_block = first // block_size
         base = first_block * block_size  # position of the first gathered slot
         blocks = block_tables[seq, first_block : -(-seq_len // block_size)][None]  # all are read: none is -1
-        k = _gather(key_cache, blocks, _scratch(key_cache, blocks)).to(acc)
-        v = _gather(value_cache, blocks, _scratch(value_cache, blocks)).to(acc)
+        k = _widened(_gather(key_cache, blocks, _scratch(key_cache, blocks)), k_scale, blocks, acc)
+        v = _widened(_gather(value_cache, blocks, _scratch(value_cache, blocks)), v_scale, blocks, acc)
         tile = max(4, PREFILL_TILE_BYTES // (num_heads * (seq_len - first) * acc.itemsize))
         for row in range(begin, end, tile):
             stop_row = min(row + tile, end)
@@ -232,8 +261,28 @@ def _gather(cache: torch.Tensor, blocks: torch.Tensor, scratch: torch.Tensor) ->
     rows = (blocks.to(torch.int64)[:, None] * num_kv_heads + heads).flatten()
     gathered = scratch[: blocks.shape[0]]
     run = block_size * head_dim
-    torch.index_select(cache.view(-1, run), 0, rows, out=gathered.view(-1, run))
+    torch.index_select(_bytes(cache).view(-1, run), 0, rows, out=_bytes(gathered).view(-1, run))
     return gathered
+
+
+def _widened(gathered: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor, acc: torch.dtype):
+    """What `_gather` returned for these blocks, as values that are computed with: [B, KH, L, D].
+
+    scale  [num_blocks, KH, block_size] or [KH], of codes; else None
+    """
+    if scale is None:
+        return gathered.to(acc)
+    if scale.dim() == 3:
+        rows = scale.unsqueeze(-1)
+        scale = _gather(rows, blocks, _scratch(rows, blocks))
+    else:
+        scale = scale[:, None, None]
+    return dequantize(gathered, scale, acc)
+
+
+def _bytes(cache: torch.Tensor) -> torch.Tensor:
+    """A cache of codes as one of bytes: torch indexes those, too. Any other cache as it is."""
+    return cache.view(torch.uint8) if cache.dtype in QMAX else cache
 
 
 def _zero_hidden(v: torch.Tensor, seen: torch.Tensor) -> None:
