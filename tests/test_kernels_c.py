@@ -108,7 +108,7 @@ def test_scratch_is_bounded_by_the_head_sizes_alone():
     """Less than one layer of one sequence of 2,048 tokens, whatever the lengths are."""
 
     def scratch(head_dim, num_tokens, max_blocks):
-        fields = [0] * 10 + [0, num_tokens, 1, 32, 8, head_dim, head_dim, 10**6, 16, max_blocks, 0, 0, 0, 0, 0]
+        fields = [0] * 17 + [num_tokens, 1, 32, 8, head_dim, head_dim, 10**6, 16, max_blocks, 0, 0, 0, 0, 0]
         return cpu.load()[0].hf_paged_scratch_bytes(cpu._ATTENTION.pack(*fields, 1.0, 0.0, 8))
 
     for head_dim in (64, 128, 256):

@@ -14,7 +14,6 @@ import torch
 
 from . import cpu, dispatch
 from .dispatch import OPS
-from .quantize import QMAX
 
 _ATTENTION = (
     "float scale, SymInt sliding_window, float softcap, Tensor? sinks, Tensor? seq_starts, bool return_lse, "
@@ -76,7 +75,6 @@ def plain_decode(query, key_cache, *arguments, **scales):
         torch.compiler.is_compiling()  # first: dynamo does not trace what `forced` does
         or dispatch.forced() not in _C
         or torch._C._len_torch_dispatch_stack()
-        or (scales and not getattr(cpu, "QUANTIZED", False))
     ):
         return None
     out = cpu.plain_decode(query, key_cache, *arguments, **scales)
@@ -94,8 +92,6 @@ def _run(op: str, key_cache: torch.Tensor, value_cache: torch.Tensor, tensors: t
     device = key_cache.device
     head_dim = 0 if device.type == "cpu" else max(key_cache.shape[3], value_cache.shape[3])
     name, _ = dispatch.choose(device, tensors[0].dtype, head_dim)
-    if (key_cache.dtype in QMAX or value_cache.dtype in QMAX) and not getattr(dispatch.BACKENDS[name], "QUANTIZED", 0):
-        name = "reference"
     result = getattr(dispatch.BACKENDS[name], op)(*tensors, **options)
     with _calls_lock:
         _calls[op] += 1

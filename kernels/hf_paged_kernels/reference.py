@@ -14,8 +14,6 @@ import torch
 
 from .quantize import QMAX, dequantize, dynamic_scale, quantize
 
-QUANTIZED = True
-
 # Bounds of the temporaries, chosen on a CPU: tiles that stay in its caches beat larger ones.
 DECODE_TILE_BYTES = 4 * 2**20  # gathered K and V of one tile of sequences
 PREFILL_TILE_BYTES = 2 * 2**20  # attention scores of one tile of queries; 4 queries at least

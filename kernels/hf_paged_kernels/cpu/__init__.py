@@ -1,4 +1,4 @@
-"""The operators in C with OpenMP, for CPUs: float32, bfloat16 and float16, accumulated in float32.
+"""The operators in C with OpenMP, for CPUs: float32, bfloat16 and float16, accumulated in float32, and caches of codes.
 
 Contract: a backend (see the package's `__init__`) whose arguments are already checked; here they become pointers,
 sizes and strides. The library is plain C (paged.c says how it works) and knows neither torch nor Python; it is
@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CODES = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
+_TYPES = DTYPES | CODES
 
 # The structs of paged.h and paged.c: every field has 8 bytes.
-_ATTENTION = struct.Struct("=25q2dq")
-_WRITING = struct.Struct("=16q")
+_ATTENTION = struct.Struct("=31q2dq")
+_WRITING = struct.Struct("=26q")
 _FAULT = ctypes.c_int64 * 4
 
 
@@ -46,7 +48,7 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     library.hf_paged_sum_weights.restype = None
     library.hf_paged_content_sums.argtypes = [int64] + [pointer] * 3 + [ctypes.c_int, pointer]
     library.hf_paged_content_sums.restype = None
-    library.hf_paged_copy_blocks.argtypes = [pointer] * 3 + [int64] * 5 + [pointer]
+    library.hf_paged_copy_blocks.argtypes = [int64] + [pointer] * 3 + [int64] * 3 + [pointer]
     for function in (library.hf_paged_use, library.hf_paged_isa):
         function.restype = ctypes.c_char_p
     library.hf_paged_use.argtypes = [ctypes.c_char_p]
@@ -105,29 +107,44 @@ def content_sums(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 # -- operators -------------------------------------------------------------------------------------
 
 
-def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping) -> None:
-    key, value, slot_mapping = _rows_adjacent(key), _rows_adjacent(value), slot_mapping.contiguous()
-    num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
-    size = key.itemsize
+def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
+    slot_mapping = slot_mapping.contiguous()
+    num_blocks, num_kv_heads, block_size, _ = key_cache.shape
+    key, value = _writable(key, key_cache), _writable(value, value_cache)
     packed = _WRITING.pack(
-        key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(),
-        slot_mapping.shape[0], num_kv_heads, num_blocks, block_size,
-        head_dim * size, value_cache.shape[3] * size,
-        key.stride(0) * size, key.stride(1) * size, value.stride(0) * size, value.stride(1) * size,
-        torch.get_num_threads(),
+        slot_mapping.data_ptr(), slot_mapping.shape[0], num_kv_heads, num_blocks, block_size, torch.get_num_threads(),
+        *_rows_fields(key, key_cache, k_scale), *_rows_fields(value, value_cache, v_scale),
     )  # fmt: skip
     fault = _FAULT()
     if load()[0].hf_paged_reshape_and_cache(packed, fault):
         raise ValueError(_message(fault, num_blocks, block_size, 0, "slot_mapping"))
 
 
-def copy_blocks(key_cache, value_cache, pairs) -> None:
+def _writable(rows: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Rows as the C code takes them: elements side by side, and of a type that it makes codes of."""
+    if cache.dtype in CODES and rows.dtype not in DTYPES:
+        rows = rows.float()  # what a codec of float32 starts with anyway
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _rows_fields(rows, cache, scale) -> tuple:
+    """struct rows_writing of paged.h."""
+    size, row = rows.itemsize, cache.shape[3]
+    kind = 0 if scale is None else {3: 0, 1: 1, 2: 2}[scale.dim()]
+    types = DTYPES.get(rows.dtype, 0), _TYPES.get(cache.dtype, 0)  # where no codes are made, they do not matter
+    strides = rows.stride(0) * size, rows.stride(1) * size
+    return rows.data_ptr(), cache.data_ptr(), _address(scale), kind, *types, row, row * cache.itemsize, *strides
+
+
+def copy_blocks(key_cache, value_cache, pairs, k_scale=None, v_scale=None) -> None:
     pairs = pairs.contiguous()
     num_blocks, fault = key_cache.shape[0], _FAULT()
-    key_bytes, value_bytes = (cache[:1].nbytes if num_blocks else 0 for cache in (key_cache, value_cache))
-    pointers = key_cache.data_ptr(), value_cache.data_ptr(), pairs.data_ptr()
-    sizes = pairs.shape[0], num_blocks, key_bytes, value_bytes, torch.get_num_threads()
-    if load()[0].hf_paged_copy_blocks(*pointers, *sizes, fault):
+    arrays = [key_cache, value_cache]
+    arrays += [scale for scale in (k_scale, v_scale) if scale is not None and scale.dim() == 3]
+    pointers = (ctypes.c_void_p * len(arrays))(*[array.data_ptr() for array in arrays])
+    sizes = (ctypes.c_int64 * len(arrays))(*[array[:1].nbytes if num_blocks else 0 for array in arrays])
+    counts = pairs.shape[0], num_blocks, torch.get_num_threads()
+    if load()[0].hf_paged_copy_blocks(len(arrays), pointers, sizes, pairs.data_ptr(), *counts, fault):
         raise ValueError(_message(fault, num_blocks, key_cache.shape[2], 0, "pairs"))
 
 
@@ -135,7 +152,10 @@ def paged_decode(query, key_cache, value_cache, block_tables, seq_lens, **option
     return _attention(query, key_cache, value_cache, block_tables, None, seq_lens, **options)
 
 
-def plain_decode(query, key_cache, value_cache, block_tables, seq_lens, scale, sliding_window, softcap, max_seq_len):
+def plain_decode(
+    query, key_cache, value_cache, block_tables, seq_lens, scale, sliding_window, softcap, max_seq_len,
+    k_scale=None, v_scale=None,
+):  # fmt: skip
     """`paged_decode` of plain tensors that fit each other, unchecked ones, or None where any is unlike that.
 
     It reads each property once: they cost a tenth of a microsecond each, which adds up to more than the kernel.
@@ -150,7 +170,6 @@ def plain_decode(query, key_cache, value_cache, block_tables, seq_lens, scale, s
         and value_cache.is_cpu
         and block_tables.is_cpu
         and seq_lens.is_cpu
-        and dtype is key_cache.dtype is value_cache.dtype
         and torch.int32 is block_tables.dtype is seq_lens.dtype
         and key_cache.is_contiguous()
         and value_cache.is_contiguous()
@@ -176,10 +195,14 @@ def plain_decode(query, key_cache, value_cache, block_tables, seq_lens, scale, s
     token_stride, head_stride, stride = query.stride()
     if stride != 1:
         return None
+    if dtype is key_cache.dtype is value_cache.dtype and k_scale is v_scale is None:
+        caches = 0, 0, code, code, code, 0, 0
+    elif (caches := _plain_caches(dtype, code, key_cache, value_cache, k_scale, v_scale)) is None:
+        return None
     out = query.new_empty(query_shape)
     packed = _ATTENTION.pack(
         query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(),
-        0, 0, 0, out.data_ptr(), 0, code, num_seqs, num_seqs, num_heads, num_kv_heads, head_dim, head_dim,
+        0, 0, 0, out.data_ptr(), 0, *caches, num_seqs, num_seqs, num_heads, num_kv_heads, head_dim, head_dim,
         num_blocks, block_size, max_blocks, token_stride, head_stride, *block_tables.stride(),
         min(sliding_window, 2**31), scale, softcap, torch.get_num_threads(),
     )  # fmt: skip
@@ -189,13 +212,38 @@ def plain_decode(query, key_cache, value_cache, block_tables, seq_lens, scale, s
     return out
 
 
+def _plain_caches(dtype, code, key_cache, value_cache, k_scale, v_scale) -> tuple | None:
+    """`_cache_fields` of caches some of which hold codes, or None where they and their scales do not fit each other."""
+    slots = key_cache.shape[:3]
+    for stored, scale in ((key_cache.dtype, k_scale), (value_cache.dtype, v_scale)):
+        if stored not in CODES:
+            if stored is not dtype or scale is not None:
+                return None
+        elif not (
+            type(scale) is torch.Tensor
+            and scale.dtype is torch.float32
+            and scale.is_cpu
+            and scale.is_contiguous()
+            and (scale.shape == slots or scale.shape == slots[1:2])
+        ):
+            return None
+    return _cache_fields(code, key_cache, value_cache, k_scale, v_scale)
+
+
+def _cache_fields(code, key_cache, value_cache, k_scale, v_scale) -> tuple:
+    """The fields of `struct attention` from k_scale to v_scale_per_slot; code: of the queries' dtype."""
+    types = code, _TYPES[key_cache.dtype], _TYPES[value_cache.dtype]
+    per_slot = (int(scale is not None and scale.dim() == 3) for scale in (k_scale, v_scale))
+    return _address(k_scale), _address(v_scale), *types, *per_slot
+
+
 def paged_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, **options):
     return _attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, **options)
 
 
 def _attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *, scale, sliding_window=0,
-               softcap=0.0, sinks=None, seq_starts=None, return_lse=False, max_seq_len=None,
-               max_query_len=None):  # fmt: skip
+               softcap=0.0, sinks=None, seq_starts=None, return_lse=False, max_seq_len=None, max_query_len=None,
+               k_scale=None, v_scale=None):  # fmt: skip
     """Both operators; max_seq_len and max_query_len are of no use where the lengths lie on the host."""
     if query.dtype not in DTYPES:
         raise ValueError(f"key_cache: expected a dtype of {tuple(DTYPES)} on the backend 'c', got {query.dtype}")
@@ -211,7 +259,8 @@ def _attention(query, key_cache, value_cache, block_tables, query_start_loc, seq
     packed = _ATTENTION.pack(
         query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(),
         _address(query_start_loc), _address(seq_starts), _address(sinks), out.data_ptr(), _address(lse),
-        DTYPES[query.dtype], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim, head_dim_v,
+        *_cache_fields(DTYPES[query.dtype], key_cache, value_cache, k_scale, v_scale),
+        num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim, head_dim_v,
         num_blocks, block_size, block_tables.shape[1],
         token_stride, head_stride, *block_tables.stride(), min(sliding_window, 2**31),
         scale, softcap, torch.get_num_threads(),

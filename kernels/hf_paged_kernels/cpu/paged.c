@@ -156,7 +156,7 @@ static void run_task(const struct attention *a, const struct plan *plans, int64_
         task.partial = partials + ((p->first_part + kv_head * p->parts + part) * group + task.row_from) * row_floats;
     }
     const int few = p->num_queries == 1 && rows <= MAX_FEW_ROWS;
-    (few ? chosen->few : chosen->tile)[a->type](a, &task, scratch);
+    (few ? chosen->few : chosen->tile)(a, &task, scratch);
 }
 
 /* The parts of each row of a split sequence, joined by one task that has no positions of its own: it takes the
@@ -178,7 +178,7 @@ static void join_parts(const struct attention *a, const struct plan *p, const fl
                 total += part[dv + 1] * factor;
             }
             struct task task = {.kv_head = kv_head, .token = p->token};
-            chosen->finish[a->type](a, &task, row, scratch, top, total);
+            chosen->finish(a, &task, row, scratch, top, total);
         }
     }
 }
@@ -257,41 +257,46 @@ EXPORT int hf_paged_attention(const struct attention *a, struct fault *fault) {
 
 /* -- writes --------------------------------------------------------------------------------------- */
 
-/* One of K and V. rows [T, KH, D] with the strides given, elements adjacent. */
-static void write_rows(const char *rows, char *cache, const int64_t *slots, int64_t num_tokens, int64_t num_kv_heads,
-                       int64_t block_size, int64_t row_bytes, int64_t token_bytes, int64_t head_bytes, int threads) {
+struct writing {
+    const int64_t *slot_mapping; /* [T] contiguous; negative: writes nothing */
+    int64_t num_tokens, num_kv_heads, num_blocks, block_size, num_threads;
+    struct rows_writing rows[2]; /* keys and values */
+};
+_Static_assert(sizeof(struct writing) == 26 * 8, "the wrapper packs 26 fields of 8 bytes");
+
+static void write_rows(const struct writing *w, const struct rows_writing *rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t t = 0; t < num_tokens; t++) {
-        if (slots[t] < 0) continue;
-        int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
-        for (int64_t h = 0; h < num_kv_heads; h++)
-            memcpy(cache + ((block * num_kv_heads + h) * block_size + offset) * row_bytes,
-                   rows + t * token_bytes + h * head_bytes, row_bytes);
+    for (int64_t t = 0; t < w->num_tokens; t++) {
+        if (w->slot_mapping[t] < 0) continue;
+        int64_t block = w->slot_mapping[t] / w->block_size, offset = w->slot_mapping[t] % w->block_size;
+        for (int64_t h = 0; h < w->num_kv_heads; h++) {
+            const int64_t slot = (block * w->num_kv_heads + h) * w->block_size + offset;
+            const char *from = rows->rows + t * rows->token_bytes + h * rows->head_bytes;
+            char *to = rows->cache + slot * rows->row_bytes;
+            if (!rows->scales) {
+                memcpy(to, from, rows->row_bytes);
+                continue;
+            }
+            const int64_t at = rows->scale_kind == PER_SLOT ? slot : rows->scale_kind == PER_HEAD ? h : h * rows->head_dim;
+            chosen->encode(rows, from, rows->scales + at, to);
+        }
     }
 }
 
-struct writing {
-    const void *key, *value; /* [T, KH, Dk] and [T, KH, Dv], strides below, in bytes */
-    void *key_cache, *value_cache;
-    const int64_t *slot_mapping; /* [T] contiguous; negative: writes nothing */
-    int64_t num_tokens, num_kv_heads, num_blocks, block_size, key_row_bytes, value_row_bytes;
-    int64_t key_token_bytes, key_head_bytes, value_token_bytes, value_head_bytes, num_threads;
-};
-
 EXPORT int hf_paged_reshape_and_cache(const struct writing *w, struct fault *fault) {
+    chosen_isa();
     const int64_t num_slots = w->num_blocks * w->block_size;
     for (int64_t t = 0; t < w->num_tokens; t++)
         if (w->slot_mapping[t] >= num_slots) return fail(fault, 5, t, 0, w->slot_mapping[t]);
-    int64_t worth = w->num_tokens * w->num_kv_heads * (w->key_row_bytes + w->value_row_bytes) / 200000 + 1;
+    int64_t cost = 0; /* of a token and head, in bytes copied: codes take longer to make than copies */
+    for (int i = 0; i < 2; i++) cost += w->rows[i].row_bytes * (w->rows[i].scales ? 8 : 1);
+    int64_t worth = w->num_tokens * w->num_kv_heads * cost / 200000 + 1;
     int threads = (int)(w->num_threads < worth ? w->num_threads : worth);
-    write_rows(w->key, w->key_cache, w->slot_mapping, w->num_tokens, w->num_kv_heads, w->block_size,
-               w->key_row_bytes, w->key_token_bytes, w->key_head_bytes, threads);
-    write_rows(w->value, w->value_cache, w->slot_mapping, w->num_tokens, w->num_kv_heads, w->block_size,
-               w->value_row_bytes, w->value_token_bytes, w->value_head_bytes, threads);
+    for (int i = 0; i < 2; i++) write_rows(w, &w->rows[i], threads);
     return 0;
 }
 
-/* One of K and V. Where a destination is also a source, the sources are read first, into `held`. */
+/* One of the arrays. Where a destination is also a source, the sources are read first, into `held`. */
 static void copy_pairs(char *cache, const int64_t *pairs, int64_t num_pairs, int64_t block_bytes, char *held,
                        int threads) {
     if (held) {
@@ -306,10 +311,10 @@ static void copy_pairs(char *cache, const int64_t *pairs, int64_t num_pairs, int
     }
 }
 
-/* pairs [N, 2] contiguous: source, destination. */
-EXPORT int hf_paged_copy_blocks(void *key_cache, void *value_cache, const int64_t *pairs, int64_t num_pairs,
-                                int64_t num_blocks, int64_t key_block_bytes, int64_t value_block_bytes,
-                                int64_t num_threads, struct fault *fault) {
+/* pairs [N, 2] contiguous: source, destination. arrays: K, V and their scales, those that there are. */
+EXPORT int hf_paged_copy_blocks(int64_t num_arrays, void *const *arrays, const int64_t *block_bytes,
+                                const int64_t *pairs, int64_t num_pairs, int64_t num_blocks, int64_t num_threads,
+                                struct fault *fault) {
     for (int64_t i = 0; i < 2 * num_pairs; i++)
         if (pairs[i] < 0 || pairs[i] >= num_blocks) return fail(fault, 5, i / 2, i % 2, pairs[i]);
     char *is_source = calloc(num_blocks, 1), *held = NULL;
@@ -319,12 +324,15 @@ EXPORT int hf_paged_copy_blocks(void *key_cache, void *value_cache, const int64_
     for (int64_t i = 0; i < num_pairs; i++)
         overlap |= is_source[pairs[2 * i + 1]] && pairs[2 * i] != pairs[2 * i + 1];
     free(is_source);
-    int64_t larger = key_block_bytes > value_block_bytes ? key_block_bytes : value_block_bytes;
-    if (overlap && !(held = malloc(num_pairs * larger))) return fail(fault, 4, 0, 0, num_pairs * larger);
-    int64_t worth = num_pairs * (key_block_bytes + value_block_bytes) / 200000 + 1;
+    int64_t largest = 0, sum = 0;
+    for (int64_t i = 0; i < num_arrays; i++) {
+        largest = block_bytes[i] > largest ? block_bytes[i] : largest;
+        sum += block_bytes[i];
+    }
+    if (overlap && !(held = malloc(num_pairs * largest))) return fail(fault, 4, 0, 0, num_pairs * largest);
+    int64_t worth = num_pairs * sum / 200000 + 1;
     int threads = (int)(num_threads < worth ? num_threads : worth);
-    copy_pairs(key_cache, pairs, num_pairs, key_block_bytes, held, threads);
-    copy_pairs(value_cache, pairs, num_pairs, value_block_bytes, held, threads);
+    for (int64_t i = 0; i < num_arrays; i++) copy_pairs(arrays[i], pairs, num_pairs, block_bytes[i], held, threads);
     free(held);
     return 0;
 }

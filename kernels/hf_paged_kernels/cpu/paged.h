@@ -9,8 +9,9 @@
 
 #include <stdint.h>
 
-/* Storage types, as the wrapper numbers them. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, NUM_TYPES = 3 };
+/* Storage types, as the wrapper numbers them. Queries and outputs have one of the first three; each of the caches has
+ * that type too ("own"), or one of the 8-bit formats: then a number is decode(code) * scale. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FP8_E4M3 = 3, FP8_E5M2 = 4, INT8 = 5, NUM_TYPES = 6 };
 
 /* Query rows of one tile task, and cache positions that are scored at a time: with head_dim 64 and float32 what a
  * task touches again and again (queries, scores, outputs, one tile of K and V) is 130 KiB, which fits any L2. */
@@ -32,7 +33,10 @@ struct attention {
     const float *sinks;          /* [H] contiguous, or NULL */
     void *out;                   /* [T, H, Dv] contiguous */
     float *lse;                  /* [T, H] contiguous, or NULL */
-    int64_t type;
+    const float *k_scale;        /* NULL: own. Else [KH], or per slot [num_blocks, KH, block_size], contiguous */
+    const float *v_scale;        /* likewise */
+    int64_t type, key_type, value_type;
+    int64_t k_scale_per_slot, v_scale_per_slot; /* whether it is that */
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, head_dim_v;
     int64_t num_blocks, block_size, max_blocks;
     int64_t query_stride_token, query_stride_head, table_stride_seq, table_stride_block;
@@ -40,7 +44,7 @@ struct attention {
     double scale, softcap;  /* softcap 0: off */
     int64_t num_threads;
 };
-_Static_assert(sizeof(struct attention) == 28 * 8, "the wrapper packs 28 fields of 8 bytes: 64-bit platforms only");
+_Static_assert(sizeof(struct attention) == 34 * 8, "the wrapper packs 34 fields of 8 bytes: 64-bit platforms only");
 
 /* A run of query rows of one sequence and KV head over a run of its positions. Row f of a sequence's chunk and
  * KV head is query f / group, head f % group of the group: the heads that share K lie side by side. */
@@ -61,10 +65,23 @@ typedef void finish_function(const struct attention *, const struct task *, int6
 typedef uint64_t word_sum_function(const uint32_t *words, const uint32_t *weights, int64_t count);
 /* Words that weights are there for: 16 KiB, half of a first-level cache. */
 enum { SUM_WORDS = 4096 };
+
+/* One of K and V for reshape_and_cache: rows [T, KH, D], elements of a row adjacent, strides in bytes. */
+struct rows_writing {
+    const char *rows;
+    char *cache;   /* [num_blocks, KH, block_size, D] contiguous */
+    float *scales; /* NULL where the cache has the rows' type; else as scale_kind says */
+    int64_t scale_kind, type, cache_type, head_dim, row_bytes, token_bytes, head_bytes; /* row_bytes: in the cache */
+};
+enum { PER_SLOT = 0, PER_HEAD = 1, PER_CHANNEL = 2 }; /* [num_blocks, KH, block_size], written; [KH]; [KH, D] */
+/* One row as 8-bit codes; `scale`: where the slot's scale lies, or the head's one, or its D ones. */
+typedef void encode_function(const struct rows_writing *, const char *row, float *scale, char *codes);
+
 struct isa {
     const char *name;
-    task_function *few[NUM_TYPES], *tile[NUM_TYPES];
-    finish_function *finish[NUM_TYPES];
+    task_function *few, *tile;
+    finish_function *finish;
+    encode_function *encode;
     word_sum_function *word_sum;
 };
 
@@ -105,7 +122,8 @@ static inline int64_t scratch_bytes(const struct attention *a) {
                    + TILE_ROWS * dv                /* outputs */
                    + TILE_POSITIONS * (dk + dv)    /* K and V as float32, for the narrower types */
                    + 5 * TILE_ROWS;                /* max, sum, factor, first and last position of each row */
-    int64_t few = MAX_FEW_ROWS * (dk + dv + TILE_POSITIONS + 2);
+    int64_t few = MAX_FEW_ROWS * (dk + dv + TILE_POSITIONS + 2)
+                  + TILE_POSITIONS * (dk > dv ? dk : dv); /* a tile of K or V as float32, where codes stand for NaN */
     return (tile > few ? tile : few) * (int64_t)sizeof(float);
 }
 

@@ -1,14 +1,14 @@
-/* Many query rows over a run of positions, as small matrix products: prefill. Included once for each type S.
+/* Many query rows over a run of positions, as small matrix products: prefill.
  *
  * Contract: up to TILE_ROWS rows (queries x heads of a KV head) lie in the lanes of vectors, so that scores come
  * out as [position][row]: the softmax then runs over whole vectors, K is read one number at a time just as
  * it lies in its block, V a vector at a time, and neither is transposed or, in float32, copied. The narrower types
- * are widened one tile of TILE_POSITIONS at a time.
+ * are widened one tile of TILE_POSITIONS at a time, codes with their scales.
  */
 
 /* scores[t][m] = sum over d of k[t][d] * q[d][m], for TOKENS rows of K and two vectors of queries. PAIRED: k and q
  * hold pairs of bfloat16, d counts pairs. */
-INLINE void NAME(tile_scores)(const int TOKENS, const float *const *k, const float *q, int64_t dim, float *scores) {
+INLINE void tile_scores(const int PAIRED, const int TOKENS, const float *const *k, const float *q, int64_t dim, float *scores) {
     vf sums[8][2];
     UNROLLED
     for (int t = 0; t < TOKENS; t++) sums[t][0] = sums[t][1] = vf_set(0);
@@ -40,8 +40,8 @@ INLINE void NAME(tile_scores)(const int TOKENS, const float *const *k, const flo
 
 /* out[m][n] = out[m][n] * factor[m] + sum over t of weights[t][m] * v[t][n], for ROWS rows and two vectors of columns.
  * The sum of a tile starts at 0: over ten thousand positions a single running sum would lose 1e-5 to rounding. */
-INLINE void NAME(tile_values)(const int ROWS, const float *const *v, int count, const float *weights,
-                              const float *factor, int64_t n, float *out, int64_t dv) {
+INLINE void tile_values(const int ROWS, const float *const *v, int count, const float *weights,
+                        const float *factor, int64_t n, float *out, int64_t dv) {
     vf sums[8][2];
     UNROLLED
     for (int m = 0; m < ROWS; m++) sums[m][0] = sums[m][1] = vf_set(0);
@@ -71,22 +71,23 @@ INLINE void NAME(tile_values)(const int ROWS, const float *const *v, int count, 
     case 5: CALL(5); break;        \
     default: CALL(6);              \
     }
-enum { NAME(BATCH) = 6 }; /* 6 x 2 sums, 2 loaded vectors and a broadcast fill 16 registers */
+enum { BATCH = 6 }; /* 6 x 2 sums, 2 loaded vectors and a broadcast fill 16 registers */
 
 /* Softmax weights of one vector of rows, in place; the rows' statistics go along. */
-INLINE void NAME(tile_weights)(const struct attention *a, float *scores, int count, int64_t position, int masked,
+INLINE void tile_weights(const struct attention *a, float *scores, int count, int64_t position, int masked,
                                const int32_t *first, const int32_t *last, float *top, float *total, float *factor) {
     const float cap = (float)a->softcap, per_cap = a->softcap > 0 ? (float)(1 / a->softcap) : 0;
+    const int paired = is_paired(a);
     vf old = vf_load(top), highest = old;
     for (int t = 0; t < count; t++) {
         vf x = vf_load(scores + t * TILE_ROWS);
-        if (PAIRED) x *= (float)a->scale;
+        if (paired) x *= (float)a->scale;
         if (cap > 0) x = vf_tanh(x * per_cap) * cap;
         if (masked) {
             vi at = vi_set((int32_t)(position + t));
             x = vf_select((at >= vi_load(first)) & (at <= vi_load(last)), x, vf_set(-INFINITY));
         }
-        if (PAIRED || cap > 0 || masked) vf_store(scores + t * TILE_ROWS, x);
+        if (paired || cap > 0 || masked) vf_store(scores + t * TILE_ROWS, x);
         highest = vf_max(highest, x);
     }
     vf base = vf_select(highest == -INFINITY, vf_set(0), highest);
@@ -101,7 +102,7 @@ INLINE void NAME(tile_weights)(const struct attention *a, float *scores, int cou
     vf_store(total, vf_load(total) * scale + sum);
 }
 
-static void NAME(tile)(const struct attention *a, const struct task *task, void *scratch) {
+static void tile(const struct attention *a, const struct task *task, void *scratch) {
     const int64_t dk = padded(a->head_dim), dv = padded(a->head_dim_v);
     const int64_t group = a->num_heads / a->num_kv_heads;
     const int rows = (int)(task->row_to - task->row_from), lanes = (rows + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
@@ -109,18 +110,21 @@ static void NAME(tile)(const struct attention *a, const struct task *task, void 
     float *k_wide = out + TILE_ROWS * dv, *v_wide = k_wide + TILE_POSITIONS * dk;
     float *top = v_wide + TILE_POSITIONS * dv, *total = top + TILE_ROWS, *factor = total + TILE_ROWS;
     int32_t *first = (int32_t *)(factor + TILE_ROWS), *last = first + TILE_ROWS;
-    const S *k[TILE_POSITIONS], *v[TILE_POSITIONS];
+    const char *k[TILE_POSITIONS], *v[TILE_POSITIONS];
     const float *k_rows[TILE_POSITIONS], *v_rows[TILE_POSITIONS];
+    float k_scales[TILE_POSITIONS] = {0}, v_scales[TILE_POSITIONS] = {0};
+    const struct storage *key = &storages[a->key_type], *value = &storages[a->value_type];
     /* float32 rows are read where they lie, V's only if no vector leaves the row; so are pairs. */
-    const int k_direct = PAIRED ? a->head_dim % 2 == 0 : sizeof(S) == 4;
-    const int v_direct = sizeof(S) == 4 && a->head_dim_v % (2 * LANES) == 0;
-    const int64_t dim = PAIRED ? (a->head_dim + 1) / 2 : k_direct ? a->head_dim : dk; /* padding: 0 on both sides */
+    const int paired = is_paired(a);
+    const int k_direct = paired ? a->head_dim % 2 == 0 : a->key_type == FLOAT32;
+    const int v_direct = a->value_type == FLOAT32 && a->head_dim_v % (2 * LANES) == 0;
+    const int64_t dim = paired ? (a->head_dim + 1) / 2 : k_direct ? a->head_dim : dk; /* padding: 0 on both sides */
     const int64_t dim_v = (a->head_dim_v + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
 
     for (int m = 0; m < lanes; m++) {
         int64_t row = task->row_from + (m < rows ? m : 0); /* lanes beyond the rows repeat the first; never stored */
         int64_t position = task->position + row / group;
-        NAME(load_query)(a, task, row, q + m, TILE_ROWS);
+        load_query(a, task, row, q + m, TILE_ROWS);
         first[m] = (int32_t)first_seen(a, task->seq, position);
         last[m] = (int32_t)position;
         top[m] = -INFINITY;
@@ -133,37 +137,49 @@ static void NAME(tile)(const struct attention *a, const struct task *task, void 
 
     for (int64_t from = task->from; from < task->to; from += TILE_POSITIONS) {
         const int count = tile_count(task, from);
-        NAME(find_rows)(a, task, from, count, k, v);
+        find_rows(a, task, from, count, k, v);
+        if (a->k_scale)
+            find_scales(a, task, from, count, a->k_scale, a->k_scale_per_slot, unit_of(a->key_type), k_scales);
+        if (a->v_scale)
+            find_scales(a, task, from, count, a->v_scale, a->v_scale_per_slot, unit_of(a->value_type), v_scales);
         for (int t = 0; t < count; t++) {
             k_rows[t] = k_direct ? (const float *)k[t] : k_wide + t * dk;
             v_rows[t] = v_direct ? (const float *)v[t] : v_wide + t * dv;
-            if (PAIRED && !k_direct) {
-                memset(k_wide + t * dk, 0, dk * sizeof(S));
-                memcpy(k_wide + t * dk, k[t], a->head_dim * sizeof(S));
+            if (paired && !k_direct) {
+                memset(k_wide + t * dk, 0, dk * sizeof(bf16));
+                memcpy(k_wide + t * dk, k[t], a->head_dim * sizeof(bf16));
             } else if (!k_direct) {
-                NAME(widen)(k[t], a->head_dim, dk, k_wide + t * dk);
+                key->widen(k[t], a->head_dim, dk, k_scales[t], k_wide + t * dk);
             }
-            if (!v_direct) NAME(widen)(v[t], a->head_dim_v, dv, v_wide + t * dv);
+            if (!v_direct) value->widen(v[t], a->head_dim_v, dv, v_scales[t], v_wide + t * dv);
         }
         for (int m = 0; m < lanes; m += 2 * LANES) {
-            for (int t = 0; t < count; t += NAME(BATCH)) {
-#define CALL(n) NAME(tile_scores)(n, k_rows + t, q + m, dim, scores + t * TILE_ROWS + m)
+            for (int t = 0; t < count; t += BATCH) {
+#if defined(HF_BF16_PAIRS)
+#define CALL(n) tile_scores(1, n, k_rows + t, q + m, dim, scores + t * TILE_ROWS + m)
+                if (paired) {
+                    WITH_CONSTANT(count - t, CALL)
+                    continue;
+                }
+#undef CALL
+#endif
+#define CALL(n) tile_scores(0, n, k_rows + t, q + m, dim, scores + t * TILE_ROWS + m)
                 WITH_CONSTANT(count - t, CALL)
 #undef CALL
             }
             const int masked = from < all_from || from + count > all_to;
             for (int half = m; half < m + 2 * LANES; half += LANES)
-                NAME(tile_weights)(a, scores + half, count, from, masked, first + half, last + half, top + half,
+                tile_weights(a, scores + half, count, from, masked, first + half, last + half, top + half,
                                    total + half, factor + half);
         }
         for (int64_t n = 0; n < dim_v; n += 2 * LANES) {
-            for (int m = 0; m < rows; m += NAME(BATCH)) {
-#define CALL(r) NAME(tile_values)(r, v_rows, count, scores + m, factor + m, n, out + m * dv, dv)
+            for (int m = 0; m < rows; m += BATCH) {
+#define CALL(r) tile_values(r, v_rows, count, scores + m, factor + m, n, out + m * dv, dv)
                 WITH_CONSTANT(rows - m, CALL)
 #undef CALL
             }
         }
     }
-    for (int m = 0; m < rows; m++) NAME(finish)(a, task, task->row_from + m, out + m * dv, top[m], total[m]);
+    for (int m = 0; m < rows; m++) finish(a, task, task->row_from + m, out + m * dv, top[m], total[m]);
 }
 #undef WITH_CONSTANT

@@ -1,10 +1,10 @@
 /* Vectors of LANES floats, in the compiler's own vector types, and the few operations that need more.
  *
- * Contract: the including file sets LANES (4, 8 or 16), and HF_AVX2, HF_AVX512 or HF_NEON where it has switched that on. A storage type is read
- * two vectors at a time (2 * LANES elements) in an order of its own: float32 as it lies, bfloat16 as the even
- * and the odd elements (two cheap operations instead of a shuffle), float16 as it lies. Queries, keys, values
- * and outputs of a call have one type and so one order; `store2` undoes it. `load2_tail` reads fewer
- * elements, never beyond the row, and gives zeros for the rest: next to a row may lie NaN.
+ * Contract: the including file sets LANES (4, 8 or 16), and HF_AVX2, HF_AVX512 or HF_NEON where it has switched that
+ * on. A storage type is read two vectors at a time (2 * LANES elements) in an order of its own: bfloat16 as the even
+ * and the odd elements (two cheap operations instead of a shuffle), the others as they lie. Queries are put in the
+ * order of K, sums of V come in the order of V; `store2` undoes it. `load2_tail` reads fewer elements, never beyond
+ * the row, and gives zeros for the rest: next to a row may lie NaN.
  */
 #include <math.h>
 #include <stdint.h>
@@ -43,6 +43,7 @@ INLINE void vf_store(float *p, vf x) { *(vf_any *)p = x; }
 INLINE vi vi_load(const int32_t *p) { return *(const vi_any *)p; }
 INLINE vf vf_set(float x) { return x - (vf){0}; }
 INLINE vi vi_set(int32_t x) { return x - (vi){0}; }
+INLINE vu vu_set(uint32_t x) { return x - (vu){0}; }
 INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
 INLINE vf vf_max(vf a, vf b) { /* the second where one is NaN */
@@ -122,6 +123,11 @@ INLINE void load2_bf16(const bf16 *p, vf *even, vf *odd) {
     *even = (vf)(pair << 16);
     *odd = (vf)(pair & 0xffff0000u);
 }
+/* bfloat16 as it lies, for what has no part in that order. */
+INLINE void load2_plain_bf16(const bf16 *p, vf *a, vf *b) {
+    *a = (vf)(__builtin_convertvector(*(const vh_any *)p, vu) << 16);
+    *b = (vf)(__builtin_convertvector(*(const vh_any *)(p + LANES), vu) << 16);
+}
 /* sums[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] over 2 * LANES bfloat16 in each of a and b. */
 INLINE vf vf_dot_bf16(vf sums, vu a, vu b) {
 #if defined(HF_AVX512_BF16)
@@ -143,21 +149,27 @@ INLINE void store2_bf16(bf16 *p, vf even, vf odd) {
     *(vu_any *)p = (bf16_bits(even) >> 16) | (bf16_bits(odd) & 0xffff0000u);
 }
 
-INLINE vf f16_load(const f16 *p) {
+INLINE void store2_plain_bf16(bf16 *p, vf a, vf b) {
+    *(vh_any *)p = __builtin_convertvector(bf16_bits(a) >> 16, vh);
+    *(vh_any *)(p + LANES) = __builtin_convertvector(bf16_bits(b) >> 16, vh);
+}
+
+INLINE vf vf_of_f16(vh half) {
 #if defined(HF_AVX512)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+    return (vf)_mm512_cvtph_ps((__m256i)half);
 #elif defined(HF_AVX2)
-    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    return (vf)_mm256_cvtph_ps((__m128i)half);
 #elif defined(HF_NEON)
-    return (vf)vcvt_f32_f16(vld1_f16((const float16_t *)p));
+    return (vf)vcvt_f32_f16((float16x4_t)half);
 #else
-    vu bits = __builtin_convertvector(*(const vh_any *)p, vu);
+    vu bits = __builtin_convertvector(half, vu);
     vu magnitude = (bits & 0x7fffu) << 13;
     vf value = (vf)magnitude * 0x1p112f; /* moves the exponent's bias, denormals included */
     vu special = (vu)(magnitude >= (0x7c00u << 13)) & 0x7f800000u;
     return (vf)((vu)value | special | ((bits & 0x8000u) << 16));
 #endif
 }
+INLINE vf f16_load(const f16 *p) { return vf_of_f16(*(const vh_any *)p); }
 INLINE void f16_store(f16 *p, vf x) {
 #if defined(HF_AVX512)
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
