@@ -9,9 +9,12 @@ from .batcher import ContinuousBatcher
 from .block_manager import BlockManager
 from .block_pool import BlockPool
 from .cache import PagedCache, PagedLayer
+from .calibration import calibrate_kv_scales
 from .config import PagedCacheConfig, SchedulerConfig
 from .demo_model import demo_model_path
 from .generate import register, unregister
+from .kv_scales import KVScales
+from .memory import MemoryReport, memory_report
 from .packed_metadata import PackingError
 from .prefix_cache import BlockEvent
 from .request import TokenLogprobs
@@ -29,6 +32,8 @@ __all__ = [
     "CacheStats",
     "ContinuousBatcher",
     "InvalidatedPrefix",
+    "KVScales",
+    "MemoryReport",
     "PackingError",
     "PagedCache",
     "PagedCacheConfig",
@@ -38,7 +43,9 @@ __all__ = [
     "SchedulerConfig",
     "TokenLogprobs",
     "__version__",
+    "calibrate_kv_scales",
     "demo_model_path",
+    "memory_report",
     "register",
     "release",
     "unregister",

@@ -190,8 +190,10 @@ def _arguments(query, mask, scaling, kwargs) -> dict:
 
 def _paged(query, key, value, mask, scaling, kwargs) -> torch.Tensor:
     layer, step = key.layer, key.step
-    key_cache, value_cache = layer.rows.pool.caches(layer.layer_idx)
-    arguments = _arguments(query, mask, scaling, kwargs)
+    pool = layer.rows.pool
+    key_cache, value_cache = pool.caches(layer.layer_idx)
+    k_scale, v_scale = pool.scales(layer.layer_idx)
+    arguments = _arguments(query, mask, scaling, kwargs) | {"k_scale": k_scale, "v_scale": v_scale}
     arguments.update(seq_starts=_seq_starts(mask, step), max_seq_len=step.max_seq_len)
     batch, heads, num_columns, _ = query.shape
     query_start_loc, real, max_query_len = step.packed_queries()
@@ -283,8 +285,9 @@ def _traced(module, query, key: PagedKV, value, scaling, dropout, kwargs) -> tor
     """A decoding step that torch.compile traces; its window is that of the same layer outside of a trace."""
     if not _operators_know(module, dropout, kwargs):
         raise PackingError(f"{type(module).__name__} attends in a way that the paged operators do not know")
-    key_cache, value_cache, tables, lens, window = key.pages(value)
+    key_cache, value_cache, k_scale, v_scale, tables, lens, window = key.pages(value)
     arguments = {**_arguments(query, None, scaling, kwargs), "sliding_window": window}
+    arguments.update(k_scale=k_scale, v_scale=v_scale)
     arguments["max_seq_len"] = tables.shape[1] * key_cache.shape[2]  # a graph does not know the longest
     return kernels.paged_decode(query[0].transpose(0, 1), key_cache, value_cache, tables, lens, **arguments)[None]
 

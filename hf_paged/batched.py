@@ -25,6 +25,7 @@ from .adapters import rows_choose_adapters
 from .batcher import ContinuousBatcher
 from .calls import Call
 from .config import PagedCacheConfig
+from .kv_scales import for_cache
 from .packed_metadata import PackingError
 from .placement import placement
 from .sampling import SamplingTemplate
@@ -203,8 +204,9 @@ class _Batchers:
         return _Batchers, ()
 
     def borrow(self, model, config: PagedCacheConfig) -> ContinuousBatcher:
-        # Where the parameters are computed with, and what they are, must not change while a batcher stays.
-        key = (config, placement(model))
+        # Where the parameters are computed with, what they are, and a file of scales must not change under a batcher.
+        scales = for_cache(config)
+        key = (config, placement(model), None if scales is None else scales.digest())
         with self.lock:
             if self.batcher is None or self.key != key:
                 self._retire()

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.configuration_utils import PreTrainedConfig
 
 from .config import PagedCacheConfig
+from .kv_scales import for_cache
 from .layer import CachePools, PagedLayer
 from .rows import Rows
 from .stats import CacheStats
@@ -34,15 +35,18 @@ class PagedCache(DynamicCache):
         config: the model's config.
         cache_config: PagedCacheConfig, a dict of its fields, or None.
     Raises:
-        ValueError: `config` is no model config, or `cache_config` is wrong.
+        ValueError: `config` is no model config, or `cache_config` is wrong or does not fit it.
     """
 
     def __init__(self, config: PreTrainedConfig, cache_config: PagedCacheConfig | Mapping | None = None) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise ValueError(f"config must be a model's config (model.config), got {type(config).__name__}")
         self.cache_config = PagedCacheConfig.from_any(cache_config)
-        self._pools = CachePools(self.cache_config)
+        self._pools = CachePools(self.cache_config, for_cache(self.cache_config, model_config=config))
         layers = [self._paged(layer, index) for index, layer in enumerate(DynamicCache(config=config).layers)]
+        self.cache_config.formats.check_layers(
+            index for index, layer in enumerate(layers) if isinstance(layer, PagedLayer)
+        )
         Cache.__init__(self, layers=layers)
         self._config = config
         self.history = None  # the tokens that it holds, where `generate` has noted them

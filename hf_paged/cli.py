@@ -136,6 +136,54 @@ def generate(
         typer.echo(tokenizer.decode(row, skip_special_tokens=True) + "\n")
 
 
+@app.command()
+def memory(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="A model's folder, its config.json or Hub name; `demo` is the demo model.")
+    ],
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")],
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
+    mean_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a request on average; --seq-len if not given.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="fp8_e4m3, fp8_e5m2, int8, auto, or k:...,v:...")] = "fp8_e4m3",
+    kv_scale_granularity: Annotated[str, typer.Option(help="What shares a scale.")] = "per_token_head",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    dtype: Annotated[DType, typer.Option(help="The model's dtype; auto is the config's.")] = DType.auto,
+    available: Annotated[
+        str | None, typer.Option("--memory", help="Show how many requests fit in this, such as 16GiB.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a model's KV cache takes: padded, in blocks, and in blocks of 8 bits. Reads its config alone."""
+    with _plain_errors(context):
+        import json
+
+        from .demo import default_console
+        from .demo_model import demo_model_path
+        from .memory import memory_report
+
+        report = memory_report(
+            demo_model_path() if model == "demo" else model,
+            seq_len=seq_len,
+            batch=batch,
+            mean_len=mean_len,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_scale_granularity=kv_scale_granularity,
+            block_size=block_size,
+            dtype=None if dtype is DType.auto else dtype.value,
+            memory=available,
+        )
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        console = default_console()
+        console.print(report.table())
+        if report.layers_without_kv:
+            console.print(f"{report.layers_without_kv} of the layers keep no keys and values of their own.")
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Measure speed and memory; `hf-paged bench --help` lists the benches."""
@@ -143,6 +191,28 @@ def bench(context: typer.Context) -> None:
         from hf_paged_eval.bench.cli import app as benches
 
         benches(args=context.args, prog_name="hf-paged bench")
+
+
+@app.command(
+    "eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def evaluate(context: typer.Context) -> None:
+    """Measure quality: perplexity and divergence through the cache; `hf-paged eval --help` lists the commands."""
+    with _plain_errors(context):
+        from hf_paged_eval.eval_cli import app as commands
+
+        commands(args=context.args, prog_name="hf-paged eval")
+
+
+@app.command(
+    "lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness, with the model `hf_paged` known to it; takes its own arguments."""
+    with _plain_errors(context):
+        from hf_paged_eval.lm_eval_model import run
+
+        run(context.args)
 
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:

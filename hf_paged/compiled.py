@@ -13,6 +13,7 @@ and where logits differ.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import types
 import weakref
@@ -22,7 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from transformers.utils import logging
 
 from .config import PagedCacheConfig, SchedulerConfig
-from .graphs import TOLERANCE, logits_difference
+from .graphs import logits_difference, tolerance
 from .model_watch import ModelWatch
 from .packed_cache import PackedCache, PackedPools
 from .packed_metadata import PackedStep, PackingError, StepBuilder
@@ -57,19 +58,23 @@ def check_backend(compile: bool | str) -> str | None:
     return compile
 
 
-def compiled_forward(model, plan: PackingPlan, backend: str, block_size: int) -> CompiledForward:
-    """The compiled decoding step of a model, tried once for each configuration, backend and size of blocks.
+def compiled_forward(model, plan: PackingPlan, backend: str, config: PagedCacheConfig, kv_scales) -> CompiledForward:
+    """The compiled decoding step of a model, tried once for each configuration, backend, size and format of blocks.
 
+    Args:
+        config: of the cache.
+        kv_scales: its fixed scales, or None.
     Raises:
         PackingError: with the reason why the model cannot be compiled.
         RuntimeError: the backend fails, for example without a C++ compiler.
     """
     with _lock:
         known = _known.setdefault(model, {})
-        key = id(plan), backend, block_size
+        config = dataclasses.replace(config, num_blocks=None, memory_fraction=None, enable_prefix_caching=False)
+        key = id(plan), backend, config
         if key not in known:
             try:
-                found = _try(model, plan, backend, block_size)
+                found = _try(model, plan, backend, config, kv_scales)
             except PackingError as error:
                 found = str(error)
             known[key] = plan, found  # the plan stays, so that its id does
@@ -118,7 +123,7 @@ def _forward(model, input_ids, position_ids, cache):
     return output.logits[0]
 
 
-def _try(model, plan: PackingPlan, backend: str, block_size: int) -> CompiledForward:
+def _try(model, plan: PackingPlan, backend: str, config: PagedCacheConfig, kv_scales) -> CompiledForward:
     name, compiled = type(model).__name__, None
     reason = ModelWatch.reason_against(model)
     if reason is not None:
@@ -126,7 +131,7 @@ def _try(model, plan: PackingPlan, backend: str, block_size: int) -> CompiledFor
     logger.info(f"compiling the decoding step of {name} with {backend!r}")
     with torch.no_grad(), switches.switched(model):
         for count in (3, 1):
-            eager, other = (_Side(model, plan, count, block_size) for _ in range(2))
+            eager, other = (_Side(model, plan, count, config, kv_scales) for _ in range(2))
             for decoded in range(-1, _STEPS):
                 steps = eager.prepare(), other.prepare()
                 expected = eager.run(steps[0])
@@ -138,7 +143,7 @@ def _try(model, plan: PackingPlan, backend: str, block_size: int) -> CompiledFor
                     if decoded == 0:
                         _leave_open(steps[1], other.pools)
                     logits = _run(name, compiled, model, cache, steps[1])
-                    _compare(name, logits, expected, plan)
+                    _compare(name, logits, expected, plan, config)
                 for side in (eager, other):
                     side.advance(expected.argmax(dim=-1).tolist())
                 if count > 1 and decoded == 1:
@@ -203,8 +208,8 @@ def _leave_open(step: PackedStep, pools: PackedPools) -> None:
         torch._dynamo.mark_dynamic(tensor, dimension)
 
 
-def _compare(name: str, logits: torch.Tensor, expected: torch.Tensor, plan: PackingPlan) -> None:
-    bound = max(TOLERANCE.get(dtype, 0.1) for spec in plan.specs.values() for dtype in spec.dtypes)
+def _compare(name: str, logits: torch.Tensor, expected: torch.Tensor, plan: PackingPlan, config) -> None:
+    bound = max(tolerance(dtype, config) for spec in plan.specs.values() for dtype in spec.dtypes)
     difference = logits_difference(logits, expected)
     if not difference <= bound:  # NaN is no agreement
         raise PackingError(
@@ -216,15 +221,15 @@ def _compare(name: str, logits: torch.Tensor, expected: torch.Tensor, plan: Pack
 class _Side:
     """The requests of the trial over pools of their own, run in one of the two ways."""
 
-    def __init__(self, model, plan: PackingPlan, count: int, block_size: int) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, model, plan: PackingPlan, count: int, config: PagedCacheConfig, kv_scales) -> None:
+        self.model, self.plan, block_size = model, plan, config.block_size
         narrow = [window for window in plan.windows if window and window <= _LONGEST_WINDOW_CROSSED]
         lengths = [max([9, *(window - 2 for window in narrow)]), 6, 3][:count]
         blocks = 2 * (sum(lengths) + count * _STEPS) // block_size + 2 * count + 2
-        config = PagedCacheConfig(block_size=block_size, num_blocks=blocks)
-        self.pools = PackedPools(plan.specs, config, count, 64)
-        for storage in self.pools.storages():
-            storage.fill_(float("nan"))  # whatever reads a slot that was never written shows
+        config = dataclasses.replace(config, num_blocks=blocks)
+        self.pools = PackedPools(plan.specs, config, count, 64, kv_scales)
+        for pool in self.pools.pools:
+            pool.fill_with_nan()  # whatever reads a slot that was never written shows
         self.scheduler = Scheduler(self.pools.groups, SchedulerConfig(max_num_seqs=count, max_num_batched_tokens=64))
         devices, windows = self.pools.devices, self.pools.windows
         self.builder = StepBuilder(self.scheduler.batch, windows, block_size, 64, plan.input_device, devices)

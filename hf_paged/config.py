@@ -7,8 +7,12 @@ refused where the user wrote it. Imports neither torch nor transformers.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+
+from .kv_format import DYNAMIC, FormatPlan, join, spell_layers
 
 
 @dataclass(frozen=True)
@@ -22,20 +26,31 @@ class PagedCacheConfig:
         memory_fraction: share, in (0, 1], of the memory that is free on the device when the cache is
             first written; the pools of one cache never take more. `None` means 0.9 on an accelerator and
             0.4 on a CPU.
-        kv_cache_dtype: "auto" keeps keys and values in the dtype the model computes them in.
+        kv_cache_dtype: "auto" keeps keys and values in the dtype the model computes them in; "fp8_e4m3", "fp8_e5m2"
+            and "int8" keep a byte for each number, and scales. Keys and values may differ: "k:int8,v:fp8_e4m3", or a
+            dict of "k" and "v"; a side that is not named is "auto".
+        kv_scale_granularity: what shares a scale. "per_token_head" takes it from each token's own keys and values of
+            each head as they come, and needs nothing else. "per_head", "per_tensor" and, for keys alone,
+            "per_channel" take fixed ones from `kv_scales`. Spelled for keys and values apart like `kv_cache_dtype`.
+        kv_scales: path of a file of fixed scales, as `hf_paged.calibrate_kv_scales` writes it.
+        skip_layers: numbers of layers that are kept in the model's dtype, or a dict of layer -> `kv_cache_dtype`.
         enable_prefix_caching: whether a request that goes through a `ContinuousBatcher` uses the blocks of earlier
             ones that begin with the same tokens.
 
+    What is given in several spellings is kept in one, so that configs which mean the same are equal.
+
     Raises:
-        ValueError: a value is out of its bounds.
-        NotImplementedError: a `kv_cache_dtype` that does not exist yet.
+        ValueError: a value is out of its bounds, or does not go with another.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str | Mapping[str, str] = "auto"
     enable_prefix_caching: bool = True
+    kv_scale_granularity: str | Mapping[str, str] = DYNAMIC
+    kv_scales: str | os.PathLike | None = None
+    skip_layers: tuple | Mapping[int, str] = ()
 
     def __post_init__(self) -> None:
         _check_count("block_size", self.block_size)
@@ -48,12 +63,22 @@ class PagedCacheConfig:
             raise ValueError(f"memory_fraction must be a number in (0, 1] or None, got {fraction!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
-        if not isinstance(self.kv_cache_dtype, str):
-            raise ValueError(f"kv_cache_dtype must be a string, got {self.kv_cache_dtype!r}")
-        if self.kv_cache_dtype != "auto":
-            raise NotImplementedError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported yet; use 'auto' (the model's dtype)"
-            )
+        scales = os.fspath(self.kv_scales) if isinstance(self.kv_scales, os.PathLike) else self.kv_scales
+        if scales is not None and (not isinstance(scales, str) or not scales):
+            raise ValueError(f"kv_scales must be the path of a file or None, got {self.kv_scales!r}")
+        plan = FormatPlan.of(self.kv_cache_dtype, self.kv_scale_granularity, self.skip_layers, scales)
+        for name, value in (
+            ("kv_cache_dtype", join(plan.kv_cache_dtype)),
+            ("kv_scale_granularity", join(plan.kv_scale_granularity)),
+            ("kv_scales", scales),
+            ("skip_layers", spell_layers(plan.skip_layers)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def formats(self) -> FormatPlan:
+        """In which format each layer is kept."""
+        return FormatPlan.of(self.kv_cache_dtype, self.kv_scale_granularity, self.skip_layers, self.kv_scales)
 
     def to_dict(self) -> dict:
         """The settings by name; transformers writes them so when it saves a GenerationConfig that holds this one."""

@@ -42,6 +42,7 @@ class Engine:
         self.adapters = Adapters(runner.model)
         self.prefix = self.scheduler.prefix
         self._weights = None if self.prefix is None else WeightsWatch(runner.model)
+        self._checks_scales = False  # whether scales may have been measured on other weights than those now
         self._autocast: tuple | None = None  # the same weights give other keys and values in another precision
         self.reads_weights = True  # whether the next step compares all weights, not only what shows at a glance
         self.times = StepTimes()
@@ -151,7 +152,11 @@ class Engine:
         return ended
 
     def _notice_weights(self) -> None:
-        """Have nothing found any more that other weights computed."""
+        """Have nothing found any more that other weights computed, and no scales used that others were measured on.
+
+        Raises:
+            ValueError: the cache's fixed scales are not of these weights; no step runs until they are.
+        """
         reads, self.reads_weights = self.reads_weights, False  # before reading: another thread may ask meanwhile
         try:
             changed = self._weights.check_fingerprint() if reads else self._weights.check()
@@ -164,6 +169,10 @@ class Engine:
             self._autocast = autocast
             with self._whole():
                 self.prefix.reset()
+            self._checks_scales = changed and self.runner.pools.kv_scales is not None
+        if self._checks_scales:
+            self.runner.pools.kv_scales.check(self.runner.model)
+            self._checks_scales = False
 
     def _admit_adapters(self) -> None:
         """End the requests whose adapter cannot be used, or not any more; try those that are new."""

@@ -25,6 +25,7 @@ from .batched import can_batch, sample_batched
 from .cache import PagedCache
 from .config import PagedCacheConfig
 from .history import remember, rewind, settle, takes_more, usable_past
+from .kv_scales import for_cache
 from .padding import Compaction
 from .row_processors import for_each_row
 from .switch import switches
@@ -130,6 +131,7 @@ def _wrap_generate(original):
         if requested:
             config = PagedCacheConfig.from_any(_setting("cache_config", self, generation_config, kwargs))
             _refuse_what_cannot_be_paged(self, generation_config, kwargs)
+            for_cache(config, model=self)  # the cache itself knows no more than the model's config
             call.new_cache = PagedCache(self.config.get_text_config(decoder=True), config)
             _refuse_without_layers(self, call.new_cache)
             if can_batch(self, args, kwargs):

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import logging
 
-from .config import SchedulerConfig
+from .config import PagedCacheConfig, SchedulerConfig
 from .model_watch import ModelWatch
 from .packed_cache import PackedPools
 from .packed_metadata import PackedGroup, PackedStep
@@ -33,6 +33,9 @@ STEPS_BEFORE_CAPTURE = 3
 # a row more or less, or fusing, makes other kernels, which round otherwise. Exchanged rows differ by about 1.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
+# The same where keys or values are kept in 8 bits: rounding may make another code, a step as large as a sixteenth.
+QUANTIZED_TOLERANCE = 0.05
+
 
 class CaptureError(RuntimeError):
     """A forward cannot be captured, and why."""
@@ -42,6 +45,11 @@ def logits_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """Root mean square of the difference of two `[N, vocab]`, as a share of the spread of the second."""
     logits, expected = logits.float(), expected.float()
     return float((logits - expected).square().mean().sqrt() / expected.std().clamp(min=1e-20))
+
+
+def tolerance(dtype: torch.dtype, config: PagedCacheConfig) -> float:
+    """Largest difference of the logits that rounding explains, for a model of this dtype over such a cache."""
+    return max(TOLERANCE.get(dtype, 0.1), QUANTIZED_TOLERANCE if config.formats.is_quantized else 0.0)
 
 
 def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:
@@ -199,7 +207,7 @@ class GraphRunner:
         buffers.logits[:size].fill_(float("nan"))  # what a replay does not write shows
         replay()
         logits, expected = buffers.logits[: step.num_decode].clone(), self._forward(step)
-        bound = TOLERANCE.get(self._pools.pools[0].key.dtype, 0.1)
+        bound = tolerance(self._pools.pools[0].key.dtype, self._pools.config)
         difference = logits_difference(logits, expected)
         if not difference <= bound:
             raise CaptureError(f"a replay gives other logits than the step (difference {difference:.2g} of the spread)")

@@ -1,9 +1,10 @@
 """Storage: the K/V tensors of a group of layers that share one shape, and how large they may grow.
 
 Contract: `KVPool` owns, for each of its layers, `key_cache [num_blocks, num_kv_heads, block_size,
-head_dim_k]` and `value_cache` likewise with head_dim_v, and the BlockManager that hands out their
-blocks; one block id means the same block in every layer of the pool. Structural changes and writes
-happen under `lock`; a tensor that was read stays valid while its reader holds it, also across growth.
+head_dim_k]` and `value_cache` likewise with head_dim_v, their scales where they are kept in 8 bits (see
+`LayerPages`), and the BlockManager that hands out their blocks; one block id means the same block in
+every layer of the pool. Structural changes and writes happen under `lock`; a tensor that was read stays
+valid while its reader holds it, also across growth.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import NamedTuple
 import psutil
 import torch
 
-import hf_paged_kernels as kernels
-
 from .block_manager import BlockManager
 from .config import PagedCacheConfig
+from .kv_format import KVFormat
+from .kv_pages import LayerPages
 
 # Room that an on-demand pool takes beyond what is asked for: one sixteenth of its size and this many blocks
 # more. It bounds both the memory held for nothing and the number of times that growing copies.
@@ -27,7 +28,10 @@ GROWTH_SLACK_BLOCKS = 8
 
 
 class PoolKey(NamedTuple):
-    """What layers must have in common to share a pool: shapes as seen in the first K/V, and window."""
+    """What layers must have in common to share a pool: shapes as seen in the first K/V, window, and format.
+
+    `dtype` is the one that the model computes keys and values in, whatever they are kept in.
+    """
 
     num_kv_heads: int
     head_dim_k: int
@@ -35,6 +39,7 @@ class PoolKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     sliding_window: int
+    format: KVFormat = KVFormat()
 
 
 class MemoryBudget:
@@ -88,14 +93,15 @@ class KVPool:
         key: the shape that its layers share.
         config: block size and, where fixed, the number of blocks.
         budget: shared by all pools of a cache.
+        kv_scales: the KVScales that give each layer its fixed scales; None where no scale is fixed.
     """
 
-    def __init__(self, key: PoolKey, config: PagedCacheConfig, budget: MemoryBudget) -> None:
-        self.key, self.config, self.budget = key, config, budget
+    def __init__(self, key: PoolKey, config: PagedCacheConfig, budget: MemoryBudget, kv_scales=None) -> None:
+        self.key, self.config, self.budget, self._kv_scales = key, config, budget, kv_scales
         self.block_size = config.block_size
         self.manager = BlockManager(config.num_blocks or 0, config.block_size)
         self.lock = threading.RLock()
-        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pages: dict[int, LayerPages] = {}
         self.expected_layers = 0  # layers that will probably join, for which room to grow is left
         self.max_blocks: int | None = None  # how far it may grow, where pools divide one budget
         self._orphans: deque = deque()  # requests whose owner was collected, freed at the next safe moment
@@ -107,33 +113,53 @@ class KVPool:
             RuntimeError: the memory budget does not cover them.
         """
         with self.lock:
-            if layer_idx in self._caches:
+            if layer_idx in self._pages:
                 return
-            num_blocks = self.manager.num_blocks
-            self.budget.take(
-                self.key.device,
-                num_blocks * self.block_bytes,
-                f"a pool of {num_blocks} blocks of {self.block_size} tokens for layer {layer_idx}",
-            )
-            self._caches[layer_idx] = (
-                self._empty(num_blocks, self.key.head_dim_k),
-                self._empty(num_blocks, self.key.head_dim_v),
-            )
+            key, num_blocks, fixed = self.key, self.manager.num_blocks, (None, None)
+            if key.format.is_static and self._kv_scales is not None:
+                fixed = self._kv_scales.layer(layer_idx)
+            num_bytes = num_blocks * self.block_bytes
+            purpose = f"a pool of {num_blocks} blocks of {self.block_size} tokens for layer {layer_idx}"
+            self.budget.take(key.device, num_bytes, purpose)
+            shape = (num_blocks, key.num_kv_heads, self.block_size)
+            try:
+                self._pages[layer_idx] = LayerPages(
+                    shape, (key.head_dim_k, key.head_dim_v), key.dtype, key.device, key.format, fixed
+                )
+            except Exception:
+                self.budget.give_back(key.device, num_bytes)
+                raise
+
+    def pages(self, layer_idx: int) -> LayerPages:
+        """The tensors of a layer."""
+        return self._pages[layer_idx]
 
     def caches(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`key_cache` and `value_cache` of a layer."""
-        return self._caches[layer_idx]
+        pages = self._pages[layer_idx]
+        return pages.key_cache, pages.value_cache
+
+    def scales(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`k_scale` and `v_scale` of a layer, None where keys or values are kept in the model's dtype."""
+        pages = self._pages[layer_idx]
+        return pages.k_scale, pages.v_scale
 
     def storages(self) -> Iterator[torch.Tensor]:
-        """Every tensor that the pool owns."""
-        for pair in list(self._caches.values()):
-            yield from pair
+        """Every tensor with blocks that the pool owns."""
+        for pages in list(self._pages.values()):
+            yield from pages.tensors()
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that are in the pool."""
+        return list(self._pages)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer, keys and values together."""
+        """Bytes of one block of one layer: keys, values, and the scales beside them."""
         key = self.key
-        return key.num_kv_heads * self.block_size * (key.head_dim_k + key.head_dim_v) * key.dtype.itemsize
+        token = key.format.token_bytes(key.num_kv_heads, key.head_dim_k, key.head_dim_v, key.dtype.itemsize)
+        return self.block_size * token
 
     def discard_later(self, request_ids: Sequence) -> None:
         """Free requests at the next safe moment. Takes no lock: finalizers run inside any other operation."""
@@ -163,7 +189,7 @@ class KVPool:
                     f"(block_size={self.block_size}); raise num_blocks, leave it None to grow on demand, "
                     "or run fewer or shorter sequences"
                 )
-            per_block = self.block_bytes * len(self._caches)
+            per_block = self.block_bytes * len(self._pages)
             affordable = self.budget.available(self.key.device) // per_block if per_block else missing
             if self.max_blocks is not None:
                 affordable = min(affordable, self.max_blocks - total)
@@ -176,65 +202,53 @@ class KVPool:
                     f"{self.key.device}); raise memory_fraction or run fewer or shorter sequences"
                 )
             # The first layers of a first forward leave what those to come will need.
-            to_come = max(0, self.expected_layers - len(self._caches))
-            room = self.budget.available(self.key.device) // (self.block_bytes * (len(self._caches) + to_come))
-            reserved = total * to_come // (len(self._caches) + to_come)
+            to_come = max(0, self.expected_layers - len(self._pages))
+            room = self.budget.available(self.key.device) // (self.block_bytes * (len(self._pages) + to_come))
+            reserved = total * to_come // (len(self._pages) + to_come)
             extra = max(0, min(slack, room - reserved - missing))
             self._grow(missing + (extra if self.max_blocks is None else min(extra, affordable - missing)))
 
     def _grow(self, num_new_blocks: int) -> None:
         old, new = self.manager.num_blocks, self.manager.num_blocks + num_new_blocks
-        purpose = f"growing a pool of {len(self._caches)} layers from {old} to {new} blocks"
-        self.budget.take(self.key.device, num_new_blocks * self.block_bytes * len(self._caches), purpose)
-        grown: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        purpose = f"growing a pool of {len(self._pages)} layers from {old} to {new} blocks"
+        self.budget.take(self.key.device, num_new_blocks * self.block_bytes * len(self._pages), purpose)
+        grown = 0
         try:
-            # One tensor at a time, so that no more than one tensor of the old pool lives beside its successor.
-            for layer_idx in list(self._caches):
-                key_cache = self._enlarged(self._caches[layer_idx][0], new)
-                self._caches[layer_idx] = (key_cache, self._caches[layer_idx][1])
-                value_cache = self._enlarged(self._caches[layer_idx][1], new)
-                self._caches[layer_idx] = grown[layer_idx] = (key_cache, value_cache)
+            for pages in self._pages.values():
+                pages.enlarge(new)
+                grown += 1
         except Exception:  # out of memory half-way: larger tensors are harmless, ids beyond `old` stay unused
-            missing = (len(self._caches) - len(grown)) * num_new_blocks * self.block_bytes
+            missing = (len(self._pages) - grown) * num_new_blocks * self.block_bytes
             self.budget.give_back(self.key.device, missing)
             raise
         self.manager.grow(num_new_blocks)
 
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store `key [T, num_kv_heads, head_dim_k]` and `value` at `slot_mapping [T]`; slot -1 stores nothing."""
-        key_cache, value_cache = self._caches[layer_idx]
-        kernels.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        self._pages[layer_idx].write(key, value, slot_mapping)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination) ids, in every layer."""
         if not copies:
             return
         pairs = torch.tensor(copies, dtype=torch.int64, device=self.key.device)
-        for key_cache, value_cache in self._caches.values():
-            kernels.copy_blocks(key_cache, value_cache, pairs)
+        for pages in self._pages.values():
+            pages.copy_blocks(pairs)
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Set whole blocks to zero in every layer."""
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.key.device)
-        for cache in self.storages():
-            cache.index_fill_(0, index, 0)
+        for pages in self._pages.values():
+            pages.zero_blocks(index)
 
-    def gather(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Dense copy of the tokens at `slots [batch, T]`, zeros at slot -1: `[batch, num_kv_heads, T, head_dim]`."""
-        blocks = slots.clamp(min=0) // self.block_size
-        offsets = slots.clamp(min=0) % self.block_size
-        dense = cache[blocks, :, offsets]  # [batch, T, num_kv_heads, head_dim]
-        dense.masked_fill_((slots < 0)[..., None, None], 0)
-        return dense.transpose(1, 2).contiguous()  # models reshape it as they would a concatenated one
+    def fill_with_nan(self) -> None:
+        """Make every slot of every layer NaN, so that whatever reads one that was never written shows."""
+        for pages in self._pages.values():
+            pages.fill_with_nan()
 
-    def _empty(self, num_blocks: int, head_dim: int) -> torch.Tensor:
-        shape = (num_blocks, self.key.num_kv_heads, self.block_size, head_dim)
-        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
-            return torch.empty(shape, dtype=self.key.dtype, device=self.key.device)
+    def gather(self, layer_idx: int, which: int, slots: torch.Tensor) -> torch.Tensor:
+        """Dense copy of a layer's keys (0) or values (1) at `slots [batch, T]`, zeros at slot -1, in the model's dtype.
 
-    def _enlarged(self, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        if cache.shape[0] >= num_blocks:
-            return cache
-        larger = self._empty(num_blocks, cache.shape[-1])
-        larger[: cache.shape[0]].copy_(cache)
-        return larger
+        Returns `[batch, num_kv_heads, T, head_dim]`.
+        """
+        return self._pages[layer_idx].gather(which, slots, self.key.dtype)

@@ -1,8 +1,9 @@
 """PagedLayer: keys and values of one attention layer, in blocks.
 
 Contract: `update` stores new tokens and returns lazy tensors with the shapes that `get_mask_sizes` announces;
-lengths, mask sizes and dense K/V are those of the installed DynamicLayer or DynamicSlidingWindowLayer. The layers
-of one cache share `CachePools`, and those of one shape share rows.
+lengths, mask sizes and dense K/V are those of the installed DynamicLayer or DynamicSlidingWindowLayer, the K/V as the
+blocks hold them: where they are kept in 8 bits, new tokens too are read as they were stored. The layers of one cache
+share `CachePools`, and those of one shape and format share rows.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ logger = logging.get_logger(__name__)
 
 
 class CachePools:
-    """What the layers of one cache share: its pools, their rows, and what is known of the batch."""
+    """What the layers of one cache share: its pools, their rows, and what is known of the batch.
 
-    def __init__(self, config: PagedCacheConfig) -> None:
-        self.config = config
+    Args:
+        config: the cache's settings.
+        kv_scales: as `KVPool` takes them.
+    """
+
+    def __init__(self, config: PagedCacheConfig, kv_scales=None) -> None:
+        self.config, self.kv_scales = config, kv_scales
         self.budget = MemoryBudget(config.memory_fraction)
         self.rows: dict[PoolKey, Rows] = {}
         self.pools: dict[PoolKey, KVPool] = {}
@@ -34,7 +40,7 @@ class CachePools:
         self.expected_columns = 0  # of the prompt whose padding that is
         self.shared_rows = 1
         self.record_past = False
-        self.layers_of_window: Counter[int] = Counter()  # layers that the cache has, by their window
+        self.layers_like: Counter[tuple] = Counter()  # layers that the cache has, by their window and format
 
     def join(self, layer_idx: int, key: PoolKey, num_rows: int, num_columns: int) -> Rows:
         """The rows that a layer of this shape belongs to, made at its first K/V."""
@@ -47,8 +53,8 @@ class CachePools:
                 starts = np.zeros(num_rows, dtype=np.int64)
             pool = self.pools.get(key)
             if pool is None:
-                pool = self.pools[key] = KVPool(key, self.config, self.budget)
-            pool.expected_layers = self.layers_of_window[key.sliding_window]
+                pool = self.pools[key] = KVPool(key, self.config, self.budget, self.kv_scales)
+            pool.expected_layers = self.layers_like[key.sliding_window, key.format]
             rows = self.rows[key] = Rows(pool, starts.copy(), self.shared_rows)
             if self.record_past:
                 rows.activate_past_recording()
@@ -56,12 +62,12 @@ class CachePools:
         return rows
 
     def fork(self) -> CachePools:
-        twin = CachePools(self.config)
+        twin = CachePools(self.config, self.kv_scales)
         twin.budget, twin.pools = self.budget, dict(self.pools)
         twin.rows = {key: rows.fork() for key, rows in self.rows.items()}
         twin.row_starts, twin.record_past = self.row_starts, self.record_past
         twin.expected_columns = self.expected_columns
-        twin.layers_of_window = self.layers_of_window
+        twin.layers_like = self.layers_like
         return twin
 
 
@@ -85,7 +91,8 @@ class PagedLayer(CacheLayerMixin):
             self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
         self.layer_idx = layer_idx
         self._pools = pools
-        pools.layers_of_window[sliding_window or 0] += 1
+        self.format = pools.config.formats.format_of(layer_idx)
+        pools.layers_like[sliding_window or 0, self.format] += 1
         self._key: PoolKey | None = None
 
     def __repr__(self) -> str:
@@ -144,7 +151,7 @@ class PagedLayer(CacheLayerMixin):
     def gather(self, which: int, first: int, last: int) -> torch.Tensor:
         """Dense keys (0) or values (1) of a range of columns, zeros where left padding was not stored."""
         rows = self.rows
-        dense = rows.pool.gather(rows.pool.caches(self.layer_idx)[which], rows.slots(first, last))
+        dense = rows.pool.gather(self.layer_idx, which, rows.slots(first, last))
         return dense.to(self._dtypes[which])
 
     # The contract of a cache layer
@@ -161,6 +168,7 @@ class PagedLayer(CacheLayerMixin):
             dtype=self._dtypes[1],
             device=key_states.device,
             sliding_window=self.sliding_window if self.is_sliding else 0,
+            format=self.format,
         )
         self._pools.join(self.layer_idx, self._key, key_states.shape[0], key_states.shape[2])
         self.is_initialized = True
@@ -236,7 +244,11 @@ class PagedLayer(CacheLayerMixin):
         return LazyKV(shape, self._dtypes[which], states.device, self, step, gather)
 
     def _differentiable(self, which: int, states: torch.Tensor, kv_offset: int) -> torch.Tensor:
-        """Past from the blocks, without a graph, and the new tokens with theirs."""
+        """Past from the blocks, without a graph, and the new tokens with theirs.
+
+        So the new tokens are as the model computed them, also where the blocks keep them in 8 bits: rounding has no
+        gradient. Later forwards read them as they were stored.
+        """
         past_end = self.rows.lengths[self.layer_idx] - states.shape[2]
         if past_end == kv_offset:
             return states

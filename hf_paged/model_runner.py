@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from .config import PagedCacheConfig, SchedulerConfig
 from .graphs import GraphRunner, capture_for, graph_sizes
+from .kv_scales import for_cache
 from .model_watch import ModelWatch
 from .packed_cache import PackedCache, PackedPools
 from .packed_metadata import PackedStep, StepBuilder
@@ -34,6 +35,7 @@ class ModelRunner:
         compile: whether steps that only decode are compiled, or the backend of torch.compile.
     Raises:
         PackingError: the model cannot be compiled.
+        ValueError: the cache's formats or scales do not fit the model.
         RuntimeError: the memory does not cover the pool, or the backend of torch.compile fails.
     """
 
@@ -46,11 +48,14 @@ class ModelRunner:
         compile: bool | str = False,
     ) -> None:
         self.model, self.plan = model, plan
-        compiled = _compiled(model, plan, compile, cache_config.block_size)
+        kv_scales = for_cache(cache_config, model=model)
+        compiled = _compiled(model, plan, compile, cache_config, kv_scales)
         budget = scheduler_config.max_num_batched_tokens
         chunk = min(budget, scheduler_config.chunked_prefill_size or budget)
-        self.pools = PackedPools(plan.specs, cache_config, scheduler_config.max_num_seqs, chunk)
-        prefix = PrefixCache(self.pools.groups) if cache_config.enable_prefix_caching else None
+        self.pools = PackedPools(plan.specs, cache_config, scheduler_config.max_num_seqs, chunk, kv_scales)
+        prefix = None
+        if cache_config.enable_prefix_caching:
+            prefix = PrefixCache(self.pools.groups, content_key=self.pools.content_key())
         self.scheduler = Scheduler(self.pools.groups, scheduler_config, prefix)
         self.cache = PackedCache(self.pools, plan.windows)
         self.builder = StepBuilder(
@@ -135,10 +140,10 @@ class DecodeForward:
         return run_packed(self._model, self._plan.logits_to_keep, self._cache, step)
 
 
-def _compiled(model, plan: PackingPlan, compile: bool | str, block_size: int):
+def _compiled(model, plan: PackingPlan, compile: bool | str, config: PagedCacheConfig, kv_scales):
     if compile is False:
         return None
     from .compiled import check_backend, compiled_forward  # torch's compiler takes a second to import
 
     backend = check_backend(compile)
-    return None if backend is None else compiled_forward(model, plan, backend, block_size)
+    return None if backend is None else compiled_forward(model, plan, backend, config, kv_scales)

@@ -17,6 +17,8 @@ from .packed_metadata import PackedGroup
 def attend_packed(group: PackedGroup, query, key: LazyKV, arguments: dict) -> torch.Tensor:
     """Decoding rows, whose tokens come first, and chunks each by their own operator."""
     key_cache, value_cache = key.layer.pool.caches(key.layer.layer_idx)
+    k_scale, v_scale = key.layer.pool.scales(key.layer.layer_idx)
+    arguments = {**arguments, "k_scale": k_scale, "v_scale": v_scale}
     packed, count, out = query[0].transpose(0, 1), group.step.num_decode, []
     if count:
         tensors = (packed[:count], key_cache, value_cache, group.decode_tables, group.decode_lens)

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .cache_group import CacheGroup
 from .config import PagedCacheConfig
+from .kv_format import join, spell_layers
 from .kv_pool import KVPool, MemoryBudget, PoolKey
 from .lazy import LazyKV
 from .packed_metadata import PackedGroup, PackedStep, PackingError
@@ -35,15 +36,32 @@ class PackedPools:
         specs: layer index -> LayerSpec, of the layers that keep keys and values.
         config: block size, number of blocks, share of the memory.
         max_num_seqs, chunk: sequences, and tokens of one in a step, that sliding-window layers must hold at most.
+        kv_scales: as `KVPool` takes them.
+
+    Attributes:
+        specs: likewise, with the format that the config gives each layer.
     Raises:
+        ValueError: the config names layers that keep no keys and values, or fixed scales do not fit.
         RuntimeError: the memory does not cover `config.num_blocks`.
     """
 
-    def __init__(self, specs: Mapping[int, LayerSpec], config: PagedCacheConfig, max_num_seqs: int, chunk: int) -> None:
-        self.specs, self.config = dict(specs), config
+    def __init__(
+        self,
+        specs: Mapping[int, LayerSpec],
+        config: PagedCacheConfig,
+        max_num_seqs: int,
+        chunk: int,
+        kv_scales=None,
+    ) -> None:
+        config.formats.check_layers(specs)
+        self.config, self.kv_scales = config, kv_scales
+        self.specs = specs = {
+            layer: spec._replace(key=spec.key._replace(format=config.formats.format_of(layer)))
+            for layer, spec in specs.items()
+        }
         self.budget = MemoryBudget(config.memory_fraction)
         keys = list(dict.fromkeys(spec.key for spec in specs.values()))
-        self.pools = [KVPool(key, config, self.budget) for key in keys]
+        self.pools = [KVPool(key, config, self.budget, kv_scales) for key in keys]
         self.group_of = {layer: keys.index(spec.key) for layer, spec in specs.items()}
         layers: list[list[int]] = [[] for _ in keys]
         for layer, index in self.group_of.items():
@@ -95,6 +113,14 @@ class PackedPools:
             if copies:
                 pool.copy_blocks([(source, destination) for destination, source in copies.items()])
                 copies.clear()
+
+    def content_key(self) -> tuple:
+        """What else than tokens and weights the content of the blocks depends on; () where it is the model's own."""
+        formats = self.config.formats
+        if not formats.is_quantized:
+            return ()
+        kinds = (join(formats.kv_cache_dtype), join(formats.kv_scale_granularity), spell_layers(formats.skip_layers))
+        return (*kinds, None if self.kv_scales is None else self.kv_scales.digest())
 
     def storages(self) -> Iterator[torch.Tensor]:
         """Every tensor that holds K/V."""
@@ -170,7 +196,7 @@ class PackedLayer(CacheLayerMixin):
                 raise RuntimeError(f"keys and values of layer {self.layer_idx} were read after their forward had ended")
             self._cache.num_gathers += 1
             slots = torch.from_numpy(group.kv_slots())[None].to(states.device)
-            dense = self.pool.gather(self.pool.caches(self.layer_idx)[which], slots)
+            dense = self.pool.gather(self.layer_idx, which, slots)
             return dense.to(self.spec.dtypes[which])
 
         shape = (1, states.shape[1], group.kv_ranges()[2], states.shape[3])

@@ -260,9 +260,10 @@ class _Trial:
     def _engine(self, chunk: int) -> tuple[PackedPools, Scheduler, StepBuilder]:
         config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, chunked_prefill_size=chunk)
         blocks = 2 * (len(self.tokens[1]) // 4 + 2)
+        # In the model's own dtype, whatever the cache will be: what 8 bits lose must not look like a fault.
         pools = PackedPools(self.specs, PagedCacheConfig(block_size=4, num_blocks=blocks), 2, 64)
-        for storage in pools.storages():
-            storage.fill_(float("nan"))  # whatever reads a slot that was never written shows
+        for pool in pools.pools:
+            pool.fill_with_nan()  # whatever reads a slot that was never written shows
         scheduler = Scheduler(pools.groups, config)
         builder = StepBuilder(scheduler.batch, pools.windows, 4, 64, self.device, pools.devices)
         return pools, scheduler, builder

@@ -70,6 +70,8 @@ class PrefixCache:
     Args:
         groups: the groups of layers, all of one block size.
         hash_function: see `PrefixTree`; for tests and for routers with a hash of their own.
+        content_key: what the content of all blocks depends on beside the requests; () for nothing. Hashes tell it
+            apart, so that an outside router does not take blocks of another format for these.
 
     Attributes:
         num_queried, num_hit: tokens that were looked for, and that were found.
@@ -77,8 +79,10 @@ class PrefixCache:
         on_event: told of (kind, BlockEvent), or None.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], hash_function: HashFunction = chain_hash) -> None:
-        self.groups = list(groups)
+    def __init__(
+        self, groups: Sequence[CacheGroup], hash_function: HashFunction = chain_hash, content_key: tuple = ()
+    ) -> None:
+        self.groups, self._content_key = list(groups), content_key
         self.block_size = size = groups[0].manager.block_size
         self.tree = PrefixTree(len(self.groups), size, hash_function)
         self.num_queried = self.num_hit = self.num_evicted = self.num_invalidated = 0
@@ -89,10 +93,16 @@ class PrefixCache:
 
     # Finding
 
+    def root(self, request: Request) -> Node:
+        """Where a request's chain starts, by what its keys and values depend on beside tokens and weights."""
+        adapter, salt = request.adapter_name, request.cache_salt
+        own = () if adapter is None is salt else (adapter, salt)
+        return self.tree.root((*self._content_key, *own))
+
     def match(self, request: Request) -> PrefixHit:
         """What is there of a request's tokens, its last one left out: that one is always computed."""
         size, limit = self.block_size, request.num_tokens - 1
-        root = self.tree.root(_extra(request))
+        root = self.root(request)
         path, node = [], root
         for start in range(0, limit - size + 1, size):
             tokens = request.token_tuple(start, start + size)
@@ -175,7 +185,7 @@ class PrefixCache:
 
     def begin(self, request: Request, hit: PrefixHit | None) -> None:
         """Have a request's blocks recorded from here on, behind those that it found."""
-        request.prefix_node = self.tree.root(_extra(request)) if hit is None else hit.node
+        request.prefix_node = self.root(request) if hit is None else hit.node
 
     def record(self, request: Request, num_computed: int, tail: bool = False) -> None:
         """Make the whole blocks of a request's first tokens findable, whose keys and values are written.
@@ -309,12 +319,6 @@ class PrefixCache:
             kept = group.manager.pool.kept_blocks()
             if kept != set(self.tree.of_block[index]):
                 raise AssertionError(f"the pool keeps {sorted(kept)}, findable are {sorted(self.tree.of_block[index])}")
-
-
-def _extra(request: Request) -> tuple:
-    """What a request's keys and values depend on beside tokens and weights; () for most."""
-    adapter, salt = request.adapter_name, request.cache_salt
-    return () if adapter is None is salt else (adapter, salt)
 
 
 def _agree(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ class CacheStats:
         blocks_total: blocks that the pools have.
         blocks_used: blocks that somebody holds, this cache or one forked from it.
         blocks_held: blocks that this cache holds, a shared one counted once.
-        bytes_total: bytes of the K/V tensors.
+        bytes_total: bytes of the K/V tensors, scales of 8-bit ones included here and below.
         bytes_held: bytes of the blocks that this cache holds.
         bytes_of_tokens: bytes of the tokens in those blocks.
         num_layers: layers that own K/V in blocks.
@@ -53,8 +53,7 @@ class CacheStats:
     def of(cls, pool, rows) -> CacheStats:
         """Figures of one pool and of the rows (or None) that a cache has in it."""
         manager = pool.manager
-        storages = list(pool.storages())
-        num_layers = len(storages) // 2
+        num_layers = len(pool.layers)
         held = len(rows.held_blocks()) if rows is not None else 0
         tokens = rows.stored_tokens() if rows is not None else 0
         layer_bytes = pool.block_bytes * num_layers
@@ -62,7 +61,7 @@ class CacheStats:
             blocks_total=manager.num_blocks,
             blocks_used=manager.num_blocks - manager.available_blocks,
             blocks_held=held,
-            bytes_total=sum(tensor.untyped_storage().nbytes() for tensor in storages),
+            bytes_total=sum(tensor.untyped_storage().nbytes() for tensor in pool.storages()),
             bytes_held=held * layer_bytes,
             bytes_of_tokens=tokens * layer_bytes // pool.block_size,
             num_layers=num_layers,
@@ -107,7 +106,7 @@ class BatcherStats:
         blocks_total, blocks_used, blocks_cached: blocks of all pools: that there are, that running requests hold, and
             that nobody holds but whose content can be found again.
         blocks_limit: blocks that the pools may grow to.
-        bytes_total: bytes of the K/V tensors.
+        bytes_total: bytes of the K/V tensors, scales of 8-bit ones included.
         utilization: `blocks_used / blocks_total`, 0 to 1.
         waste: share of the held blocks' slots that hold no token, 0 to 1; times 100 the internal waste in percent.
         preemptions: how often a request gave its blocks back and was computed again.

@@ -32,7 +32,7 @@ class PagedKV:
         self.layer, self.which = layer, which
 
     def pages(self, value) -> tuple:
-        """`key_cache`, `value_cache`, block tables `[S, max_blocks]`, lengths `[S]`, and the sliding window.
+        """What `TracedLayer.pages` gives, and the sliding window.
 
         Raises:
             PackingError: `value` is not what was cached with these keys.
@@ -91,9 +91,9 @@ class TracedLayer(CacheLayerMixin):
         return PagedKV(self, 0), PagedKV(self, 1)
 
     def pages(self) -> tuple[torch.Tensor, ...]:
-        """`key_cache`, `value_cache`, block tables `[S, max_blocks]` and lengths `[S]` of the step."""
-        key_cache, value_cache = self.pool.caches(self.layer_idx)
-        return key_cache, value_cache, self._cache.tables[self.group_index], self._cache.lens[self.group_index]
+        """Both caches, their scales, block tables `[S, max_blocks]` and lengths `[S]` of the step."""
+        caches, scales = self.pool.caches(self.layer_idx), self.pool.scales(self.layer_idx)
+        return *caches, *scales, self._cache.tables[self.group_index], self._cache.lens[self.group_index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """No key at all, which the hf_paged mask function takes as the sign that no mask is wanted."""

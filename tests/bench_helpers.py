@@ -18,11 +18,12 @@ def check_plot(text: str, labels: list[str], panels: int) -> list[str]:
     assert len(groups) == panels, f"{len(groups)} panels"
     for group in groups:
         left, top = numbers_of(group.get("transform"))
-        assert group.findall(f".//{SVG}polyline") or len(group.findall(f".//{SVG}rect")) > 0, "nothing is drawn"
+        assert any(group.findall(f".//{SVG}{shape}") for shape in ("polyline", "rect", "circle")), "nothing is drawn"
         places = []
         for line in group.iter(f"{SVG}polyline"):
             values = numbers_of(line.get("points"))
             places += zip(values[::2], values[1::2], strict=True)
+        places += [(float(dot.get("cx")), float(dot.get("cy"))) for dot in group.iter(f"{SVG}circle")]
         for bar in group.iter(f"{SVG}rect"):
             x, y, w, h = (float(bar.get(name)) for name in ("x", "y", "width", "height"))
             assert w > 0 and h >= 0

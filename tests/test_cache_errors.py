@@ -35,9 +35,7 @@ def test_bad_settings_are_named(cache_config, message):
         PagedCache(config_of("llama"), cache_config)
 
 
-def test_settings_that_are_good_or_not_there_yet():
-    with pytest.raises(NotImplementedError, match="fp8_e4m3"):
-        PagedCache(config_of("llama"), {"kv_cache_dtype": "fp8_e4m3"})
+def test_settings_that_are_good():
     assert PagedCache(config_of("llama"), PagedCacheConfig(block_size=3)).cache_config.block_size == 3
     assert PagedCache(config_of("llama"), {"memory_fraction": 1}).cache_config.block_size == 16
 

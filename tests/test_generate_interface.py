@@ -213,7 +213,7 @@ REFUSED = [
     ({"cache_config": {"block_sizes": 4}}, ValueError, "block_sizes"),
     ({"cache_config": {"block_size": 0}}, ValueError, "block_size must be an integer >= 1, got 0"),
     ({"cache_config": 16}, ValueError, "cache_config"),
-    ({"cache_config": {"kv_cache_dtype": "fp8_e4m3"}}, NotImplementedError, "fp8_e4m3"),
+    ({"cache_config": {"kv_cache_dtype": "fp8"}}, ValueError, "'fp8' is not one of 'auto', 'fp8_e4m3'"),
 ]
 
 

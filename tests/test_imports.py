@@ -17,18 +17,31 @@ EVAL = ROOT / "eval"
 
 # At module level a module imports only from its own line or from lines above it.
 LEVELS = [
-    {"block_pool", "config", "request", "stats", "progress", "storage_meter", "demo_prompts", "fingerprint"},
+    {
+        "block_pool",
+        "config",
+        "kv_format",
+        "request",
+        "stats",
+        "progress",
+        "storage_meter",
+        "demo_prompts",
+        "fingerprint",
+    },
     {"shared_prefix"},
     {"block_table", "prefix_tree", "weights_view", "demo_model", "request_output", "running", "driving"},
     {"block_manager", "cache_group", "prefix_cache", "prefix_admission"},
-    {"batch_blocks", "scheduler", "packed_metadata", "kv_pool", "metadata", "weights"},
+    {"batch_blocks", "scheduler", "packed_metadata", "kv_pages", "kv_pool", "metadata", "weights"},
     {"adapters", "lazy", "padding", "placement", "row_processors", "switch"},
-    {"rows", "model_watch"},
+    {"rows", "model_watch", "kv_shapes"},
+    {"model_identity"},
+    {"checkpoint_scales", "memory"},
+    {"kv_scales"},
     {"layer"},
     {"cache", "packed_cache", "traced_cache"},
     {"packed_attention"},
     {"attention", "history", "packing", "compiled", "graphs", "model_runner", "sampling", "sampler"},
-    {"intake", "engine", "calls", "batcher_core"},
+    {"intake", "engine", "calls", "batcher_core", "calibration"},
     {"batcher"},
     {"batched"},
     {"generate"},
@@ -38,10 +51,19 @@ LEVELS = [
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 WITHOUT_TORCH = {
-    *("config", "request", "request_output", "block_pool", "block_table", "block_manager", "cache_group"),
+    *("config", "kv_format", "request", "request_output", "block_pool", "block_table", "block_manager", "cache_group"),
     *("prefix_tree", "prefix_cache", "prefix_admission", "running", "batch_blocks", "scheduler", "driving"),
 }
-MAY_IMPORT_KERNELS = {"kv_pool", "metadata", "cache", "attention", "packed_attention", "fingerprint"}
+MAY_IMPORT_KERNELS = {
+    "calibration",
+    "kv_pages",
+    "kv_pool",
+    "metadata",
+    "cache",
+    "attention",
+    "packed_attention",
+    "fingerprint",
+}
 
 SOURCE_FOLDERS = ["hf_paged", "kernels", "eval", "tests", "examples", "docs", ".ci"]
 SOURCE_SUFFIXES = {".py", ".md", ".toml", ".txt", ".c", ".h", ".cfg", ".in", ".sh", ""}

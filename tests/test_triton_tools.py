@@ -19,7 +19,7 @@ def test_aot_compiles_for_nvidia_and_amd():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-m", "hf_paged_kernels.triton.aot", "--targets", "sm_90", "gfx942", "--jobs", "1"]
-    command += ["--filter", "attend_kernel bf16 HEAD_PAD=64 VEC=8 BLOCK_M=16"]
+    command += ["--filter", "attend_kernel bf16 KEY=own VALUE=own HEAD_PAD=64 VEC=8 BLOCK_M=16"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -106,9 +106,9 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in f
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("shape", ["narrow", "wide", "unaligned"])
+@pytest.mark.parametrize("shape", ["narrow", "wide", "unaligned", "narrow_8bit", "wide_8bit", "unaligned_8bit"])
 def test_tune_keeps_the_fastest(shape, small_problems):
-    pad = "256" if shape == "unaligned" else "64"
+    pad = "256" if shape.startswith("unaligned") else "64"
     kept, took = tune.best("default", shape, "fp32", int(pad), "cpu")
     assert kept["BLOCK_N"] == 16 and took == 0.16
     assert variants.config("default")["attend"][shape]["fp32"][pad] == kept

@@ -20,6 +20,7 @@ from hf_paged_kernels.triton.tune import format_config
 
 ARCHS = aot.SUPPORTED
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 def random_calls(rng: random.Random):
@@ -42,11 +43,15 @@ def random_calls(rng: random.Random):
             return tensor(count, heads, dim)
         return tensor(heads, count, dim).transpose(0, 1) if kind == 1 else tensor(count, heads, 2 * dim)[..., ::2]
 
-    caches = [tensor(2, kv_heads, block_size, dim) for dim in dims]
+    kinds = rng.choice([[dtype] * 2, [rng.choice(CODED)] * 2, rng.choices([dtype, *CODED], k=2)])
+    caches = [tensor(2, kv_heads, block_size, dim, kind=kind) for dim, kind in zip(dims, kinds, strict=True)]
+    shapes = [(2, kv_heads, block_size), (kv_heads,)]
+    scales = [tensor(*rng.choice(shapes), kind=torch.float32) if kind in CODED else None for kind in kinds]
+    scales = dict(zip(("k_scale", "v_scale"), scales, strict=True))
     slots = tensor(num_tokens, kind=torch.int64)
-    yield backend.reshape_and_cache, (*(rows(num_tokens, kv_heads, d) for d in dims), *caches, slots), {}
-    yield backend.copy_blocks, (*caches, tensor(rng.choice([1, 2, 16]), 2, kind=torch.int64)), {}
-    options = dict(scale=rng.choice([1.0, 0.125]), softcap=rng.choice([0.0, 1.0, 30.0]))
+    yield backend.reshape_and_cache, (*(rows(num_tokens, kv_heads, d) for d in dims), *caches, slots), scales
+    yield backend.copy_blocks, (*caches, tensor(rng.choice([1, 2, 16]), 2, kind=torch.int64)), scales
+    options = scales | dict(scale=rng.choice([1.0, 0.125]), softcap=rng.choice([0.0, 1.0, 30.0]))
     options |= dict(sliding_window=rng.choice([0, 1, 16, 4096]), max_seq_len=rng.choice([0, 1, 16, 5000, 200_000]))
     heads = kv_heads * group
     options["sinks"] = rng.choice([None, tensor(heads), tensor(heads, kind=torch.float32)])
@@ -189,7 +194,7 @@ def test_configuration_files():
         assert format_config(config) == path.read_text()
         assert "measured" in config["note"].lower()
         for shape, dtypes in config["attend"].items():
-            pads = ["256"] if shape == "unaligned" else list(map(str, variants.HEAD_PADS))
+            pads = ["256"] if shape.startswith("unaligned") else list(map(str, variants.HEAD_PADS))
             assert list(dtypes) == list(variants.DTYPES) and all(list(tiles) == pads for tiles in dtypes.values())
             for tile in (tile for tiles in dtypes.values() for tile in tiles.values()):
                 assert list(tile) == ["BLOCK_M", "BLOCK_N", "num_warps", "num_stages"]
@@ -202,7 +207,9 @@ def test_dispatch_takes_the_shape_that_fits():
     assert narrow["BLOCK_M"] == 16 < wide["BLOCK_M"] and narrow["HEAD_PAD"] == wide["HEAD_PAD"] == 128
     assert narrow["VEC"] == 8 and variants.attend("sm_90", "fp32", 8, True, 1)["VEC"] == 4
     assert variants.attend("sm_90", "bf16", 8, True, 1)["HEAD_PAD"] == 64
-    assert str(narrow) == "attend_kernel bf16 HEAD_PAD=128 VEC=8 BLOCK_M=16 BLOCK_N=64 warps=4 stages=5"
+    assert (
+        str(narrow) == "attend_kernel bf16 KEY=own VALUE=own HEAD_PAD=128 VEC=8 BLOCK_M=16 BLOCK_N=64 warps=4 stages=5"
+    )
 
 
 if __name__ == "__main__":

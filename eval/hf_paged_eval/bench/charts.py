@@ -28,6 +28,8 @@ class Panel:
         log_x, log_y: logarithmic axes; all their values are above 0.
         bars: bars in groups by category, in place of lines.
         dashed: names of series that are drawn as dashed lines without points (fits, floors).
+        dots: names of series that are drawn as points without a line.
+        zoom: the y axis need not begin at zero.
     """
 
     title: str
@@ -38,6 +40,8 @@ class Panel:
     log_y: bool = False
     bars: bool = False
     dashed: frozenset[str] = frozenset()
+    dots: frozenset[str] = frozenset()
+    zoom: bool = False
 
 
 def svg(panels: Sequence[Panel], title: str, columns: int = 2) -> str:
@@ -62,7 +66,9 @@ def _panel(panel: Panel) -> list[str]:
     legend, top = _legend(panel)
     down = HEIGHT - top - BOTTOM
     values = [y for points in panel.series.values() for _, y in points]
-    y_axis = _Axis(values, panel.log_y, top + down, top, from_zero=not panel.log_y)
+    y_axis = _Axis(
+        values, panel.log_y, top + down, top, from_zero=not (panel.log_y or panel.zoom), pad=0.05 * panel.zoom
+    )
     parts = [f'<text x="{LEFT}" y="16" {_TEXT} font-weight="bold">{escape(panel.title)}</text>', *legend]
     for value in y_axis.ticks:
         y = y_axis(value)
@@ -102,7 +108,7 @@ def _legend(panel: Panel) -> tuple[list[str], int]:
 
 def _lines(panel: Panel, y_axis: _Axis, base: float) -> list[str]:
     across = [x for points in panel.series.values() for x, _ in points]
-    x_axis = _Axis(across, panel.log_x, LEFT, WIDTH - RIGHT, from_zero=False)
+    x_axis = _Axis(across, panel.log_x, LEFT, WIDTH - RIGHT, from_zero=False, pad=0.05 * bool(panel.dots))
     own = sorted(set(across))
     ticks = own if panel.log_x and len(own) <= 10 else x_axis.ticks
     parts = []
@@ -111,13 +117,14 @@ def _lines(panel: Panel, y_axis: _Axis, base: float) -> list[str]:
         parts.append(f'<line x1="{x:.1f}" y1="{base}" x2="{x:.1f}" y2="{base + 4}" stroke="#666"/>')
         parts.append(f'<text x="{x:.1f}" y="{base + 16}" {_TEXT} text-anchor="middle">{number(value)}</text>')
     for index, (name, points) in enumerate(panel.series.items()):
-        line = " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in points)
-        dash = ' stroke-dasharray="4 3"' if name in panel.dashed else ""
-        parts.append(
-            f'<polyline points="{line}" fill="none" stroke="{_colour(index)}" stroke-width="1.8"{dash}>'
-            f"<title>{escape(name)}</title></polyline>"
-        )
-        if len(points) <= 24 and name not in panel.dashed:
+        if name not in panel.dots:
+            line = " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in points)
+            dash = ' stroke-dasharray="4 3"' if name in panel.dashed else ""
+            parts.append(
+                f'<polyline points="{line}" fill="none" stroke="{_colour(index)}" stroke-width="1.8"{dash}>'
+                f"<title>{escape(name)}</title></polyline>"
+            )
+        if (len(points) <= 24 or name in panel.dots) and name not in panel.dashed:
             parts += [
                 f'<circle cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="2.8" fill="{_colour(index)}"/>'
                 for x, y in points
@@ -157,9 +164,11 @@ def _colour(index: int) -> str:
 
 
 class _Axis:
-    """Values to places, between `start` and `end` of the picture."""
+    """Values to places, between `start` and `end` of the picture; `pad` is a share of them left free at both ends."""
 
-    def __init__(self, values: Sequence[float], log: bool, start: float, end: float, from_zero: bool) -> None:
+    def __init__(
+        self, values: Sequence[float], log: bool, start: float, end: float, from_zero: bool, pad: float = 0.0
+    ) -> None:
         low, high = min(values), max(values)
         if log and low <= 0:
             raise ValueError(f"a logarithmic axis cannot show {low}")
@@ -172,6 +181,7 @@ class _Axis:
             self.ticks = _ticks(low, high)
             if from_zero:  # with room for what stands above the highest bar
                 high = max(high * 1.12, self.ticks[-1])
+            low, high = low - pad * (high - low), high + pad * (high - low)
         self._low, self._high = self._scale(low), self._scale(high)
 
     def _scale(self, value: float) -> float:

@@ -1,4 +1,5 @@
-"""The operators in Triton, for the GPUs that it reaches: float32, bfloat16 and float16, head sizes up to 256.
+"""The operators in Triton, for the GPUs that it reaches: float32, bfloat16 and float16, head sizes up to 256, and
+caches of 8-bit codes.
 
 Contract: a backend (see the package's `__init__`) whose arguments are already checked. Importing it needs no GPU;
 calling it on CPU tensors raises RuntimeError, unless TRITON_INTERPRET=1 was set before anything imported triton:

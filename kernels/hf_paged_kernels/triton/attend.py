@@ -6,22 +6,35 @@ see, BLOCK_N at a time, through the block table, with an online softmax in base 
 arXiv 1805.02867; FlashAttention, Dao et al. 2022, 2205.14135). With num_splits > 1 the positions of a tile are
 divided among the programs of grid axis 2 (Flash-Decoding, Dao et al. 2023), and `merge` joins the parts.
 
+A cache of 8-bit codes (see `fp8`) is read as such and decoded in registers, exactly, into the query's dtype. A
+position's scales do not depend on the lane, so they stay out of the products: that of the key multiplies the score,
+that of the value the weight, in float32 both.
+
 What keeps the numbers right:
 - Masked slots are loaded as zeros, K and V alike: a weight of 0 would not silence a NaN.
+- Their scales are loaded as zeros, too.
+- float16 could hold neither every weight times its scale (in e5m2 that of a value of 1 is 2e-5) nor a code times it:
+  there a row's largest such weight is 1, and the product is multiplied by what it was.
 - Block ids and rows are int64 before they meet a stride: a pool may hold more than 2**31 elements.
-- No argument is specialized by value (see `runtime`); alignment is told by VEC, the elements of 16 bytes: sizes and
-  strides come divided by it, so that the compiler sees the product's divisor and loads 16 bytes at once.
+- No argument is specialized by value (see `runtime`); alignment is told by VEC, elements that fill 16 bytes (of
+  codes: 16): sizes and strides come divided by it, so that the compiler sees the product's divisor and loads 16
+  bytes at once.
 """
 
 import triton
 import triton.language as tl
 
+from .fp8 import decode
 from .runtime import unspecialized
+
+SMALL = tl.constexpr(2.0**-100)  # may divide and be divided
 
 
 @unspecialized(
-    own="out query key_cache value_cache",
-    fp32="lse partial_out partial_lse sinks",
+    own="out query",
+    KEY="key_cache",
+    VALUE="value_cache",
+    fp32="lse partial_out partial_lse sinks key_scale value_scale",
     i32="block_tables query_start_loc seq_lens seq_starts",
 )
 def attend_kernel(
@@ -37,6 +50,8 @@ def attend_kernel(
     seq_lens,  # [S] int32, contiguous
     seq_starts,  # [S] int32, contiguous; not read if has_starts == 0
     sinks,  # [H] float32, contiguous; not read if has_sinks == 0
+    key_scale,  # float32: of slot s of head h at h * key_scale_stride_h + s * key_scale_stride_s; not read if "own"
+    value_scale,  # likewise
     num_tokens,  # T
     num_seqs,  # S
     num_kv_heads,  # KH
@@ -54,12 +69,20 @@ def attend_kernel(
     query_stride_h: tl.int64,  # likewise
     table_stride_s: tl.int64,
     table_stride_b: tl.int64,
+    key_scale_stride_h: tl.int64,
+    key_scale_stride_s: tl.int64,  # 0: the same for all slots of a head; 1: slots in the cache's order
+    value_scale_stride_h: tl.int64,
+    value_scale_stride_s: tl.int64,
+    key_format,  # number of the format in `fp8`; not read unless KEY is "any"
+    value_format,  # likewise
     score_scale: tl.float32,  # scale / softcap with a softcap, else scale * log2(e); over 0
     softcap_log2: tl.float32,  # softcap * log2(e); 0: off
     window,  # at least 1; a large number for none
     has_starts,
     has_sinks,
     zero,  # 0, which the compiler cannot know
+    KEY: tl.constexpr,  # "own": keys in the query's dtype; else the format of their codes, see `fp8`
+    VALUE: tl.constexpr,  # likewise
     HEAD_PAD: tl.constexpr,  # a power of two, at least Dk and Dv
     VEC: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -127,6 +150,8 @@ def attend_kernel(
         query_row = tl.multiple_of(query_row, (16, 16))
         keys = tl.multiple_of(keys, 16)
         values = tl.multiple_of(values, 16)
+    key_scales = key_scale + kv_head * key_scale_stride_h
+    value_scales = value_scale + kv_head * value_scale_stride_h
     table = block_tables + seq.to(tl.int64) * table_stride_s
     slots_per_block = num_kv_heads.to(tl.int64) * block_size
     magic = block_magic.to(tl.uint32)
@@ -143,8 +168,12 @@ def attend_kernel(
         block = tl.load(table + column * table_stride_b, mask=held, other=0)
         slot = block.to(tl.int64) * slots_per_block + (position - column * block_size)
         key_at = keys + (slot * key_dim)[:, None] + d[None, :]
-        k = tl.load(key_at, mask=held[:, None] & (d < key_dim)[None, :], other=0.0)
+        k = tl.load(key_at, mask=held[:, None] & (d < key_dim)[None, :], other=0)
+        if KEY != "own":
+            k = decode(k, q.dtype, KEY, key_format)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if KEY != "own":
+            score *= tl.load(key_scales + slot * key_scale_stride_s, mask=held, other=0.0)[None, :]
         if softcap_log2 > 0:
             score = softcap_log2 * tanh(score * score_scale)
         if (first < all_see_from) | (first + BLOCK_N > first_at + 1):
@@ -156,8 +185,16 @@ def attend_kernel(
         fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(weight, 1)
         value_at = values + (slot * value_dim)[:, None] + d[None, :]
-        v = tl.load(value_at, mask=held[:, None] & (d < value_dim)[None, :], other=0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        v = tl.load(value_at, mask=held[:, None] & (d < value_dim)[None, :], other=0)
+        acc *= fade[:, None]
+        if VALUE != "own":
+            v = decode(v, q.dtype, VALUE, value_format)
+            weight *= tl.load(value_scales + slot * value_scale_stride_s, mask=held, other=0.0)[None, :]
+        if VALUE != "own" and q.dtype == tl.float16:
+            largest = tl.maximum(tl.max(tl.abs(weight), 1), SMALL)[:, None]
+            acc += largest * tl.dot((weight * (1.0 / largest)).to(v.dtype), v)
+        else:
+            acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = new_top
 
     # The rows again. But for `zero` the compiler would see that it has them already, and keep them in the layout of

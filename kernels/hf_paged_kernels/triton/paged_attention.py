@@ -1,6 +1,7 @@
 """paged_decode and paged_prefill on the host: which kernel, how many programs, how many parts.
 
-Contract: the operators of the package, for float32, bfloat16 and float16 and head sizes up to 256. With max_seq_len
+Contract: the operators of the package, for float32, bfloat16 and float16, caches of those or of 8-bit codes, and head
+sizes up to 256. With max_seq_len
 (and max_query_len, for prefill) nothing waits for the device, so a CUDA graph can hold the calls; the bounds decide
 how the work is divided, never what is computed. Both operators share `attend_kernel`; see there.
 """
@@ -8,7 +9,7 @@ how the work is divided, never what is computed. Both operators share `attend_ke
 import torch
 import triton
 
-from . import attend, merge, runtime, variants  # noqa: F401  (the first two declare kernels)
+from . import attend, fp8, merge, runtime, variants  # noqa: F401  (attend and merge declare kernels)
 from .divide import magic_of
 
 LOG2_E = 1.4426950408889634
@@ -51,6 +52,8 @@ def paged_decode(
     seq_starts: torch.Tensor | None = None,
     return_lse: bool = False,
     max_seq_len: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ):
     """Attention of one new token per sequence; see the package's function."""
     if max_seq_len is None:
@@ -69,6 +72,8 @@ def paged_decode(
         seq_starts=seq_starts,
         max_seq_len=max_seq_len,
         max_query_len=1,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return (out, lse) if return_lse else out
 
@@ -90,6 +95,8 @@ def paged_prefill(
     return_lse: bool = False,
     max_seq_len: int | None = None,
     max_query_len: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ):
     """Causal attention of packed chunks; see the package's function."""
     if max_seq_len is None or max_query_len is None:
@@ -110,6 +117,8 @@ def paged_prefill(
         seq_starts=seq_starts,
         max_seq_len=max_seq_len,
         max_query_len=max_query_len,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return (out, lse) if return_lse else out
 
@@ -129,29 +138,34 @@ def _attend(
     seq_starts,
     max_seq_len,
     max_query_len,
+    k_scale,
+    v_scale,
 ):
     """out [T, H, Dv] and lse [T, H]; without query_start_loc, token s is the only one of sequence s."""
     arch = runtime.architecture_of(key_cache)
-    runtime.check_dtype(key_cache)
+    own = [cache for cache in (key_cache, value_cache) if not runtime.is_coded(cache)]
+    runtime.check_dtype(own[0] if own else query, "key_cache" if own else "query")
     num_tokens, num_heads, key_dim = query.shape
     _, num_kv_heads, block_size, value_dim = value_cache.shape
     num_seqs, max_blocks = block_tables.shape
     group = num_heads // num_kv_heads
-    dtype = runtime.TYPES[key_cache.dtype]
+    dtype, coded = runtime.TYPES[query.dtype], len(own) < 2
+    formats = [fp8.FORMATS.get(cache.dtype, "own") for cache in (key_cache, value_cache)]
 
     out = query.new_empty(num_tokens, num_heads, value_dim)
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_tokens == 0:
         return out, lse
 
-    aligned = runtime.is_aligned(key_cache) and runtime.is_aligned(value_cache)
+    unit = variants.vec_of(dtype, coded)
+    aligned = runtime.is_aligned(key_cache, unit) and runtime.is_aligned(value_cache, unit)
     if scale < 0:  # the kernel takes the largest score before it scales
         query, scale = -query, -scale
     scale = max(float(scale), TINY)
     query = runtime.rows_together(query)
-    if aligned and not runtime.is_aligned(query):
+    if aligned and not runtime.is_aligned(query, unit):
         query = query.clone(memory_format=torch.contiguous_format)
-    variant = variants.attend(arch, dtype, max(key_dim, value_dim), aligned, max_query_len * group)
+    variant = variants.attend(arch, dtype, max(key_dim, value_dim), aligned, max_query_len * group, *formats)
     block_m, vec = variant["BLOCK_M"], variant["VEC"]
 
     if query_start_loc is None:
@@ -175,6 +189,10 @@ def _attend(
     sinks = sinks.to(torch.float32).contiguous() if has_sinks else lse
     seq_lens = seq_lens.contiguous()
     magic, shift = magic_of(block_size)
+    key_codes, key_format = runtime.codes_of(key_cache)
+    value_codes, value_format = runtime.codes_of(value_cache)
+    k_scale, *k_scale_strides = _scales(k_scale, lse)
+    v_scale, *v_scale_strides = _scales(v_scale, lse)
     runtime.launch(
         variant,
         (num_tiles, num_kv_heads, num_splits),
@@ -183,13 +201,15 @@ def _attend(
         partial_out,
         partial_lse,
         query,
-        key_cache,
-        value_cache,
+        key_codes,
+        value_codes,
         block_tables,
         query_start_loc.contiguous(),
         seq_lens,
         seq_starts.contiguous() if has_starts else seq_lens,
         sinks,
+        k_scale,
+        v_scale,
         num_tokens,
         num_seqs,
         num_kv_heads,
@@ -207,6 +227,10 @@ def _attend(
         query.stride(1) // vec,
         block_tables.stride(0),
         block_tables.stride(1),
+        *k_scale_strides,
+        *v_scale_strides,
+        key_format,
+        value_format,
         scale / softcap if softcap else scale * LOG2_E,
         softcap * LOG2_E,
         sliding_window,
@@ -220,6 +244,14 @@ def _attend(
         sizes = (num_heads, num_splits, value_dim, int(has_sinks))
         runtime.launch(variant, grid, out, lse, partial_out, partial_lse, sinks, *sizes)
     return out, lse
+
+
+def _scales(scale: torch.Tensor | None, unused: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """(scales, stride from head to head, stride from slot to slot) of an 8-bit cache's scales; of none, what will not
+    be read. Dynamic scales lie in the order of the slots."""
+    if scale is None:
+        return unused, 0, 0
+    return (scale, scale.shape[2], 1) if scale.dim() == 3 else (scale, scale.stride(0), 0)
 
 
 # -- host copies, where no bound is given ------------------------------------------------------------

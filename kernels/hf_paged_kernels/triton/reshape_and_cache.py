@@ -1,14 +1,15 @@
 """Writing keys and values into their slots.
 
 Contract: the operator `reshape_and_cache` of the package, for any floating dtype of 2 or 4 bytes: bits are moved
-as 16-bit integers, so one compiled kernel serves all. A program moves BLOCK_HEADS heads of one token.
+as 16-bit integers, so one compiled kernel serves all. A program moves BLOCK_HEADS heads of one token. Into a cache of
+8-bit codes writes `quantize`; where only one of the two caches is one, each kernel has its side.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from . import runtime, variants
+from . import quantize, runtime, variants
 from .runtime import unspecialized
 
 
@@ -67,29 +68,42 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Write the K and V of T tokens into their slots, in place; see the package's function."""
     arch = runtime.architecture_of(key_cache)
-    num_tokens, (num_kv_heads, block_size) = key.shape[0], key_cache.shape[1:3]
-    if num_tokens == 0:
+    if key.shape[0] == 0:
         return
-    key, value, key_cache, value_cache = map(runtime.as_pieces, (key, value, key_cache, value_cache))
-    caches_aligned = runtime.is_aligned(key_cache) and runtime.is_aligned(value_cache)
-    aligned = caches_aligned and runtime.is_aligned(key) and runtime.is_aligned(value)
-    variant = variants.reshape_and_cache(arch, aligned)
+    slot_mapping = slot_mapping.contiguous()
+    sides = ((key, key_cache, k_scale), (value, value_cache, v_scale))
+    coded = [side for side in sides if runtime.is_coded(side[1])]
+    if coded:
+        quantize.write(arch, coded, slot_mapping)
+    if len(coded) < 2:
+        moved = [side[:2] for side in sides if not runtime.is_coded(side[1])]
+        _move(arch, moved[0], moved[1] if len(moved) > 1 else None, slot_mapping)
+
+
+def _move(arch: str, first: tuple, second: tuple | None, slot_mapping: torch.Tensor) -> None:
+    """Write the rows of one (rows, cache) or of two."""
+    pairs = [tuple(map(runtime.as_pieces, pair)) for pair in (first, second or first)]
+    (key, key_cache), (value, value_cache) = pairs
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    variant = variants.reshape_and_cache(arch, all(map(runtime.is_aligned, (*pairs[0], *pairs[1]))))
     vec = variant["VEC"]
     runtime.launch(
         variant,
-        (num_tokens, triton.cdiv(num_kv_heads, variant["BLOCK_HEADS"])),
+        (key.shape[0], triton.cdiv(num_kv_heads, variant["BLOCK_HEADS"])),
         key,
         value,
         key_cache,
         value_cache,
-        slot_mapping.contiguous(),
+        slot_mapping,
         num_kv_heads,
         block_size,
         key.shape[2] // vec,
-        value.shape[2] // vec,
+        value.shape[2] // vec if second else 0,
         key.stride(0) // vec,
         key.stride(1) // vec,
         value.stride(0) // vec,

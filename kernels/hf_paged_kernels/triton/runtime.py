@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import interpreter
+from . import fp8, interpreter
 
 # A host that interprets has no multiprocessors; a few, so that long sequences are split there, too.
 INTERPRETED_SMS = 16
@@ -24,7 +24,8 @@ _SCALARS = {tl.int64: "i64", tl.uint32: "u32", tl.float32: "fp32"}  # annotation
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and Triton's type of each argument, in order; "*own" is a pointer to the caches' dtype."""
+    """A kernel and Triton's type of each argument, in order. "*own" is a pointer to the query's dtype, "*KEY" one to
+    that, too, if the constant KEY is "own", else to 8-bit codes."""
 
     jit: object
     types: dict[str, str]
@@ -64,18 +65,20 @@ class Variant:
     """
 
     kernel: str
-    dtype: str  # "fp32", "bf16", "fp16"; "" where the kernel moves bits
-    constants: tuple[tuple[str, int], ...]
+    dtype: str  # "fp32", "bf16", "fp16"; "" or an integer type where the kernel moves bits
+    constants: tuple[tuple[str, int | str], ...]
     num_warps: int
     num_stages: int
 
-    def __getitem__(self, name: str) -> int:
+    def __getitem__(self, name: str) -> int | str:
         return dict(self.constants)[name]
 
     def signature(self) -> dict[str, str]:
         """Triton's type of each argument."""
-        types = KERNELS[self.kernel].types
-        return {name: f"*{self.dtype}" if kind == "*own" else kind for name, kind in types.items()}
+        elements = {"*own": f"*{self.dtype}"}
+        for name, value in self.constants:
+            elements[f"*{name}"] = f"*{self.dtype}" if value == "own" else "*u8"
+        return {name: elements.get(kind, kind) for name, kind in KERNELS[self.kernel].types.items()}
 
     def options(self) -> dict:
         """How it is compiled. Contraction of a * b + c is on: Triton 3.10 will no longer do it by itself."""
@@ -145,11 +148,12 @@ def num_sms(device: torch.device) -> int:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether every row, the last dimension, starts and ends at a multiple of 16 bytes."""
+def is_aligned(tensor: torch.Tensor, elements: int = 1) -> bool:
+    """Whether every row, the last dimension, starts and ends at a multiple of 16 bytes, and of so many elements."""
     steps = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1][:-1]
     steps += [tensor.shape[-1]]
-    return tensor.data_ptr() % 16 == 0 and all(step * tensor.itemsize % 16 == 0 for step in steps)
+    unit = max(16 // tensor.itemsize, elements)
+    return tensor.data_ptr() % 16 == 0 and all(step % unit == 0 for step in steps)
 
 
 def rows_together(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,8 +170,21 @@ def as_pieces(tensor: torch.Tensor) -> torch.Tensor:
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def check_dtype(cache: torch.Tensor) -> None:
-    """Raise ValueError unless the kernels know the dtype of the caches."""
-    if cache.dtype not in TYPES:
+def check_dtype(tensor: torch.Tensor, name: str = "key_cache") -> None:
+    """Raise ValueError unless the kernels know the dtype of a query, or of a cache that is not 8-bit."""
+    if tensor.dtype not in TYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-        raise ValueError(f"key_cache: the Triton backend takes {names}, got {cache.dtype}")
+        raise ValueError(f"{name}: the Triton backend takes {names}, got {tensor.dtype}")
+
+
+# -- 8-bit caches ----------------------------------------------------------------------------------
+
+
+def is_coded(cache: torch.Tensor) -> bool:
+    """Whether a cache holds 8-bit codes."""
+    return cache.dtype in fp8.FORMATS
+
+
+def codes_of(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A cache as its kernels take it, and the number of its format: codes as bytes, another one as it is (0)."""
+    return (cache.view(torch.uint8), fp8.NUMBERS[cache.dtype]) if is_coded(cache) else (cache, 0)

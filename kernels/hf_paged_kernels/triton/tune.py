@@ -4,7 +4,8 @@
 
 Contract: for each entry of `attend_kernel` that is asked for, every candidate first has to give the reference's
 numbers on the card, then the fastest by median time is kept; the other entries stay as they are. Decode is timed
-on 16 sequences of 4,096 tokens, prefill on 2,048 tokens after 2,048. Needs a GPU, and minutes for each entry.
+on 16 sequences of 4,096 tokens, prefill on 2,048 tokens after 2,048; entries for 8-bit caches, which all formats
+share, on float8_e4m3fn with a scale for each token and head. Needs a GPU, and minutes for each entry.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch
 import triton
 
 from .. import reference
+from ..quantize import dynamic_scale, quantize
 from . import runtime, variants
 from .paged_attention import paged_decode, paged_prefill
 
@@ -26,6 +28,7 @@ CANDIDATES = {
     "wide": {"BLOCK_M": [32, 64, 128], "BLOCK_N": [32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3]},
     "unaligned": {"BLOCK_M": [16], "BLOCK_N": [16, 32], "num_warps": [4, 8], "num_stages": [1, 2]},
 }
+CANDIDATES |= {f"{shape}_8bit": axes for shape, axes in CANDIDATES.items()}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 3e-3}  # far above rounding, far below a wrong tile
 
 
@@ -38,8 +41,9 @@ def candidates(shape: str) -> Iterator[dict]:
 
 def problem(shape: str, dtype: torch.dtype, head_pad: int, device: str):
     """(operator, its name in `reference`, arguments, options): one call of the kind that an entry is for."""
-    head_dim = head_pad - 1 if shape == "unaligned" else head_pad
-    num_seqs, num_queries = (1, CONTEXT // 2) if shape == "wide" else (16, 1)
+    kind, _, coded = shape.partition("_")
+    head_dim = head_pad - 1 if kind == "unaligned" else head_pad
+    num_seqs, num_queries = (1, CONTEXT // 2) if kind == "wide" else (16, 1)
     max_blocks = CONTEXT // BLOCK_SIZE
     caches = [
         torch.randn(num_seqs * max_blocks, KV_HEADS, BLOCK_SIZE, head_dim, dtype=dtype, device=device) for _ in "kv"
@@ -48,7 +52,11 @@ def problem(shape: str, dtype: torch.dtype, head_pad: int, device: str):
     table = torch.randperm(num_seqs * max_blocks, device=device).int().view(num_seqs, max_blocks)
     lens = torch.full((num_seqs,), CONTEXT, dtype=torch.int32, device=device)
     options = dict(scale=head_dim**-0.5, max_seq_len=CONTEXT)
-    if shape != "wide":
+    if coded:
+        scales = [dynamic_scale(cache, torch.float8_e4m3fn) for cache in caches]
+        caches = [quantize(x, s[..., None], torch.float8_e4m3fn) for x, s in zip(caches, scales, strict=True)]
+        options.update(zip(("k_scale", "v_scale"), scales, strict=True))
+    if kind != "wide":
         return paged_decode, "paged_decode", (query, *caches, table, lens), options
     bounds = torch.tensor([0, num_queries], dtype=torch.int32, device=device)
     options["max_query_len"] = num_queries

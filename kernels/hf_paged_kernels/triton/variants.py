@@ -7,14 +7,22 @@ configs/<arch>.json, or default.json where an architecture has none; both hold, 
     narrow     up to BLOCK_M query rows a sequence and KV head: decode, and short chunks
     wide       more rows: prefill, and decode with very many heads a group
     unaligned  either, where rows do not start at multiples of 16 bytes (head sizes such as 12): slow, but right
+    narrow_8bit, wide_8bit, unaligned_8bit  the same where a cache holds codes
 
-by dtype and padded head size, and for each of the other kernels one entry.
+by dtype of the query and padded head size, and for each of the other kernels one entry.
+
+A kernel for each pair of formats, shape and dtype would be 16 times as many. So only the pairs that are likely have
+their own, where they matter most, in decode: two caches of e4m3, or of int8. All others learn their formats at run time
+("any"). Beside codes a cache in the query's dtype ("own") has only narrow tiles, and float32 queries only the unaligned
+form: less fast, but right.
 """
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
+from .fp8 import FORMATS
 from .runtime import TYPES, Variant
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -22,6 +30,9 @@ HEAD_PADS = (64, 128, 256)
 MAX_HEAD_DIM = HEAD_PADS[-1]
 DTYPES = tuple(TYPES.values())
 VEC_BYTES = 16
+FORMAT_PAIRS = tuple(itertools.product(("own", *FORMATS.values()), repeat=2))
+NAMED = ("e4m3", "int8")  # formats that the compiler may know; see above
+MIXED_PAD = 128  # the least padded head size of an "own" cache beside codes
 
 
 @functools.cache
@@ -32,18 +43,40 @@ def config(arch: str) -> dict:
 
 
 @functools.cache
-def attend(arch: str, dtype: str, head_dim: int, aligned: bool, num_rows: int) -> Variant:
+def attend(
+    arch: str, dtype: str, head_dim: int, aligned: bool, num_rows: int, key: str = "own", value: str = "own"
+) -> Variant:
     """For the larger of two head sizes, and num_rows query rows of a sequence and KV head, or more than there are.
 
-    aligned: rows of K, V, query and out start and end at multiples of 16 bytes.
+    aligned: rows of K, V, query and out start and end at multiples of 16 bytes and, beside codes, of 16 elements.
+    key, value: "own" where a cache has the query's dtype, else its format (`fp8.FORMATS`).
     """
     tiles = config(arch)["attend"]
-    head_pad = head_pad_of(head_dim) if aligned else MAX_HEAD_DIM
-    shape = "narrow" if aligned else "unaligned"
-    if aligned and num_rows > tiles["narrow"][dtype][str(head_pad)]["BLOCK_M"]:
+    coded, mixed = (key, value) != ("own", "own"), key != value and "own" in (key, value)
+    suffix = "_8bit" if coded else ""
+    aligned = aligned and not (coded and dtype == "fp32")
+    head_pad = head_pad_of(max(head_dim, MIXED_PAD) if mixed else head_dim)
+    shape = "narrow"
+    if not aligned:
+        head_pad, shape = MAX_HEAD_DIM, "unaligned"
+    elif not mixed and num_rows > tiles[f"narrow{suffix}"][dtype][str(head_pad)]["BLOCK_M"]:
         shape = "wide"
-    vec = VEC_BYTES // (4 if dtype == "fp32" else 2) if aligned else 1
-    return _variant("attend_kernel", dtype, {"HEAD_PAD": head_pad, "VEC": vec}, tiles[shape][dtype][str(head_pad)])
+    if not (key == value in NAMED and shape == "narrow"):
+        key, value = ("own" if one == "own" else "any" for one in (key, value))
+    vec = vec_of(dtype, coded) if aligned else 1
+    constants = {"KEY": _native(arch, key), "VALUE": _native(arch, value), "HEAD_PAD": head_pad, "VEC": vec}
+    return _variant("attend_kernel", dtype, constants, tiles[f"{shape}{suffix}"][dtype][str(head_pad)])
+
+
+def vec_of(dtype: str, coded: bool) -> int:
+    """Elements that the attention kernel moves at once: 16 bytes of the query's dtype or, where there are, of codes."""
+    return VEC_BYTES if coded else VEC_BYTES // (4 if dtype == "fp32" else 2)
+
+
+def _native(arch: str, code: str) -> str:
+    """The format by the name that `fp8` has for it where the GPU itself converts it."""
+    kind, _, number = arch.partition("_")
+    return "e4m3nv" if code == "e4m3" and kind == "sm" and int(number) >= 89 else code
 
 
 @functools.cache
@@ -57,19 +90,26 @@ def reshape_and_cache(arch: str, aligned: bool) -> Variant:
 
 
 @functools.cache
-def copy_blocks(arch: str, aligned: bool) -> Variant:
-    return _variant("copy_blocks_kernel", "", {"VEC": 8 if aligned else 1}, config(arch)["copy_blocks"])
+def quantize(arch: str, dtype: str, aligned: bool) -> Variant:
+    """aligned: rows of keys, values and codes start and end at multiples of 16 elements."""
+    return _variant("quantize_kernel", dtype, {"VEC": VEC_BYTES if aligned else 1}, config(arch)["quantize"])
+
+
+@functools.cache
+def copy_blocks(arch: str, aligned: bool, piece: str = "i16") -> Variant:
+    """piece: "i16", or "u8" where blocks of codes have an odd number of bytes, which are never aligned."""
+    return _variant("copy_blocks_kernel", piece, {"VEC": 8 if aligned else 1}, config(arch)["copy_blocks"])
 
 
 def variants(arch: str) -> list[Variant]:
     """Everything that can be launched on an architecture, each once."""
     found = [reshape_and_cache(arch, aligned) for aligned in (True, False)]
-    found += [copy_blocks(arch, aligned) for aligned in (True, False)]
+    found += [copy_blocks(arch, *form) for form in ((True,), (False,), (False, "u8"))]
     for dtype in DTYPES:
         found.append(merge(arch, dtype))
-        for aligned in (True, False):
-            for head_dim in HEAD_PADS:
-                found += [attend(arch, dtype, head_dim, aligned, num_rows) for num_rows in (1, 2**31)]
+        found += [quantize(arch, dtype, aligned) for aligned in (True, False)]
+        for formats, aligned, head_dim, rows in itertools.product(FORMAT_PAIRS, (True, False), HEAD_PADS, (1, 2**31)):
+            found.append(attend(arch, dtype, head_dim, aligned, rows, *formats))
     return list(dict.fromkeys(found))
 
 
