@@ -20,8 +20,8 @@ WINDOWS = ["--max-length", "256", "--stride", "128", "--quiet"]
 def small(tmp_path_factory):
     """A folder with a model that has learned a little."""
     folder = tmp_path_factory.mktemp("models") / "hf-paged-small"
-    loss = small_model.train_small_model(folder, steps=30)
-    assert 3.0 < loss < 5.9  # even odds over its 512 tokens are 6.24
+    loss = small_model.train_small_model(folder, steps=80)
+    assert 3.0 < loss < 5.0  # even odds over its 512 tokens are 6.24
     return folder
 
 
@@ -70,9 +70,10 @@ def test_the_models_own_dtype_changes_nothing(small, tmp_path):
 def test_fail(small, tmp_path):
     format_ = ["--kv-cache-dtype", "fp8_e5m2"]
     mean = gate(small, tmp_path, *format_)[1]["summary"]["overall"]["kl_mean"]
-    tight = config(tmp_path, f"[default]\nmin_tokens = 100\nmean_kld = {{ fail = {mean / 4} }}\n")
+    tight = config(tmp_path, f"[default]\nmin_tokens = 100\nmean_kld = {{ fail = {mean / 10} }}\n")
     status, record, output = gate(small, tmp_path, *format_, *tight)
-    assert status == 1 and "failed: a regression" in output and "beyond the fail limit" in output
+    assert status == 1, record["checks"]
+    assert "failed: a regression" in output and "beyond the fail limit" in output
     assert {check["metric"]: check["outcome"] for check in record["checks"]}["mean_kld"] == "fail"
 
 

@@ -193,7 +193,8 @@ def _interval(metric: str, value: float, error: float) -> tuple[float, float]:
         if not math.isfinite(value) or value <= 0:
             return value, value
         return value * math.exp(-ERRORS * error), value * math.exp(ERRORS * error)
-    return value - ERRORS * error, value + ERRORS * error
+    low, high = value - ERRORS * error, value + ERRORS * error
+    return (max(0.0, low), min(1.0, high)) if metric == "top1" else (low, high)
 
 
 def _side(metric: str, low: float, high: float, bound: float | None) -> str:
