@@ -116,9 +116,13 @@ class LayerPages:
         for name in ("key_cache", "value_cache", "k_scale", "v_scale"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dim() > 2 and tensor.shape[0] < num_blocks:
-                larger = _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
-                _bytes(larger)[: tensor.shape[0]].copy_(_bytes(tensor))
-                setattr(self, name, larger)
+                setattr(self, name, _enlarged(tensor, num_blocks))
+
+
+def _enlarged(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    larger = _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
+    _bytes(larger)[: tensor.shape[0]].copy_(_bytes(tensor))
+    return larger
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

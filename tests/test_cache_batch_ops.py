@@ -19,7 +19,7 @@ import torch
 from cache_helpers import Pair, config_of, random_kv
 
 import hf_paged_kernels as kernels
-from hf_paged import PagedCache
+from hf_paged import PagedCache, kv_pages
 from hf_paged.kv_pool import KVPool
 
 LAYERS = 3  # of the llama config; all in one pool
@@ -239,14 +239,14 @@ def test_a_dead_cache_leaves_no_storage_behind():
 
 def test_forks_in_several_threads(monkeypatch):
     """They share one pool that grows under all of them, and blocks of forks that die are reused at once."""
-    enlarged = KVPool._enlarged
+    enlarged = kv_pages._enlarged
 
-    def slowly_enlarged(self, *args):
-        larger = enlarged(self, *args)
+    def slowly_enlarged(*args):
+        larger = enlarged(*args)
         time.sleep(1e-3)  # time for another thread to write where it would be lost
         return larger
 
-    monkeypatch.setattr(KVPool, "_enlarged", slowly_enlarged)
+    monkeypatch.setattr(kv_pages, "_enlarged", slowly_enlarged)
     original = Pair("gemma3_text", block_size=2)
     original.update(10)
     pairs, errors, barrier = [original.fork() for _ in range(3)], [], threading.Barrier(3)
