@@ -71,7 +71,7 @@ def test_what_is_launched_is_in_the_list(arch, monkeypatch):
     monkeypatch.setattr(runtime, "architecture_of", lambda tensor: arch)
     monkeypatch.setattr(runtime, "num_sms", lambda device: 132)
     rng = random.Random(1)
-    for _ in range(150):
+    for _ in range(900):
         for operator, arguments, options in random_calls(rng):
             operator(*arguments, **options)
     known, seen = variants.variants(arch), {variant for variant, _ in launched}
@@ -140,7 +140,7 @@ def check_specialization(arch: str) -> None:
     for name in ("item", "tolist", "__int__", "__bool__", "__float__", "__index__", "numpy", "cpu"):
         setattr(torch.Tensor, name, no_look)
     rng = random.Random(2)
-    for _ in range(150):
+    for _ in range(900):
         for operator, arguments, options in random_calls(rng):
             operator(*arguments, **options)
     assert len(compiled) > 0.8 * len(known), len(compiled)
@@ -195,7 +195,10 @@ def test_configuration_files():
         assert "measured" in config["note"].lower()
         for shape, dtypes in config["attend"].items():
             pads = ["256"] if shape.startswith("unaligned") else list(map(str, variants.HEAD_PADS))
-            assert list(dtypes) == list(variants.DTYPES) and all(list(tiles) == pads for tiles in dtypes.values())
+            fewer = shape in ("narrow_8bit", "wide_8bit") and list(dtypes) == ["bf16", "fp16"]  # float32: unaligned
+            assert (fewer or list(dtypes) == list(variants.DTYPES)) and all(
+                list(tiles) == pads for tiles in dtypes.values()
+            )
             for tile in (tile for tiles in dtypes.values() for tile in tiles.values()):
                 assert list(tile) == ["BLOCK_M", "BLOCK_N", "num_warps", "num_stages"]
                 assert all(size >= 16 and size & (size - 1) == 0 for size in (tile["BLOCK_M"], tile["BLOCK_N"]))
