@@ -105,7 +105,7 @@ def small_problems(monkeypatch):
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a measurement, on a CPU")
 
 
-# In bfloat16 the tuner's own check of these two tiles fails under the interpreter, and nobody knows yet whose fault it is.
+# In bfloat16 the tuner's own check of these two tiles fails under the interpreter; whose fault it is, is not known yet.
 UNKNOWN = pytest.mark.xfail(reason="tune's check of 8-bit tiles in bfloat16 differs under the interpreter", strict=True)
 TUNED_8BIT = [pytest.param(shape, marks=UNKNOWN) for shape in ("narrow_8bit", "wide_8bit")]
 
