@@ -68,7 +68,7 @@ def _closure(function: Callable, qualname: str) -> dict:
 
 def hf_paged_mask(**mask_kwargs):
     """Mask function of the `AttentionMaskInterface`: a LazyMask, or None where there is nothing to mask."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # of this call: is_compiling() is true while any thread compiles
         # No key at all: a TracedCache, whose sequences the operators keep apart.
         return None if mask_kwargs["kv_length"] == 0 else eager_mask(**mask_kwargs)
     before = switches.before(mask_kwargs.get("config"))

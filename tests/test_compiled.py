@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from batcher_helpers import batcher, check_idle, greedy, in_threads, plain
+from batcher_helpers import batcher, check, check_idle, greedy, in_threads, plain
 from tiny_models import assert_same_text, build, prompts
 from torch._dynamo.utils import counters
 
@@ -109,6 +109,13 @@ def test_two_batchers_of_one_model_at_once():
             for row, right, output in zip(rows, want, outputs, strict=True):
                 assert_same_text(model, row, list(output.output_token_ids), right)
         assert one.stats().compiled_steps and other.stats().compiled_steps and num_graphs() == graphs
+
+
+def test_steps_run_as_they_are_while_another_thread_compiles(monkeypatch):
+    rows = prompts((5, 17))
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # as torch does, for the whole process
+    with batcher("llama_gqa") as one:
+        check("llama_gqa", rows, one.generate(rows, greedy()))
 
 
 def test_nothing_keeps_the_pools_or_the_model():
