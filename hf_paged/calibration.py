@@ -34,7 +34,6 @@ logger = logging.get_logger(__name__)
 # others get finer steps; above 1 the steps of an fp8 format, which double at powers of two, fall elsewhere.
 WIDTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 1.125, 1.25, 1.5, 1.75)
 _FEW_TOKENS = 2048
-_SMALLEST_SCALE = 2.0**-126  # as the operators have it
 # A channel that was silent in the data may speak later: its range is at least this share of its head's.
 _SILENT = 2.0**-8
 
@@ -255,7 +254,7 @@ def _margin(fmt, side: str, method: str) -> float:
 
 def _scales(dtype: torch.dtype | None, ranges: dict[int, torch.Tensor], margin: float) -> dict[int, torch.Tensor]:
     return {
-        layer_idx: (largest * margin / kernels.QMAX[dtype]).clamp(min=_SMALLEST_SCALE)
+        layer_idx: (largest * margin / kernels.QMAX[dtype]).clamp(min=kernels.SMALLEST_SCALE)
         for layer_idx, largest in ranges.items()
     }
 

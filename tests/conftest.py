@@ -41,3 +41,35 @@ def pytest_addoption(parser):
 def through_loop(monkeypatch):
     """Paged generate calls keep to the loop over the whole batch, where they would go through a batcher."""
     monkeypatch.setattr("hf_paged.generate.can_batch", lambda *args: False)
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def instruction_set():
+    """Chooses what the C library runs with, and puts the best one back."""
+    from hf_paged_kernels import cpu
+
+    yield cpu.use_instruction_set
+    cpu.use_instruction_set(None)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 16 by 16, so that short sequences have many."""
+    from hf_paged_kernels.triton import variants
+
+    entry = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
+    config = variants.config("default")
+    tiles = {shape: {dtype: dict.fromkeys(pads, entry) for dtype, pads in dtypes.items()}
+             for shape, dtypes in config["attend"].items()}  # fmt: skip
+    monkeypatch.setattr(variants, "config", lambda arch: config | {"attend": tiles})
+    variants.attend.cache_clear()
+    yield
+    variants.attend.cache_clear()

@@ -18,20 +18,6 @@ pytestmark = pytest.mark.skipif("c" not in kernels.BACKENDS, reason="the C exten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture
-def threads():
-    """Sets torch's number of threads, and puts it back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def instruction_set():
-    yield cpu.use_instruction_set
-    cpu.use_instruction_set(None)
-
-
 def problems(dtype):
     """Decode and prefill calls that reach both kernels, split rows, odd sizes and every feature."""
     everything = dict(window=37, softcap=3.0, sinks=True, starts=[5, 0, 40], lse=True, dtype=dtype)

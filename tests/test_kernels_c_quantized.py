@@ -24,19 +24,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def instruction_set():
-    yield cpu.use_instruction_set
-    cpu.use_instruction_set(None)
-
-
 # -- attention -------------------------------------------------------------------------------------
 
 

@@ -41,19 +41,6 @@ def poisoned_memory(monkeypatch):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of 16 by 16, so that short sequences have many."""
-    entry = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
-    config = variants.config("default")
-    tiles = {shape: {dtype: dict.fromkeys(pads, entry) for dtype, pads in dtypes.items()}
-             for shape, dtypes in config["attend"].items()}  # fmt: skip
-    monkeypatch.setattr(variants, "config", lambda arch: config | {"attend": tiles})
-    variants.attend.cache_clear()
-    yield
-    variants.attend.cache_clear()
-
-
-@pytest.fixture
 def splits(monkeypatch, small_tiles):
     """Call it to fix the number of parts, however short a sequence is."""
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from kernel_cases import build, expected, limits, on, within
 
 import hf_paged_kernels as kernels
-from hf_paged_kernels.triton import fp8, paged_attention, runtime, variants
+from hf_paged_kernels.triton import fp8, paged_attention, runtime
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -207,19 +207,6 @@ def test_copy_blocks(pair, static, sizes):
 
 
 # -- attention -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of 16 by 16, so that short sequences have many."""
-    entry = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
-    config = variants.config("default")
-    tiles = {shape: {dtype: dict.fromkeys(pads, entry) for dtype, pads in dtypes.items()}
-             for shape, dtypes in config["attend"].items()}  # fmt: skip
-    monkeypatch.setattr(variants, "config", lambda arch: config | {"attend": tiles})
-    variants.attend.cache_clear()
-    yield
-    variants.attend.cache_clear()
 
 
 def coded(case, pair, static="", seed=0):

@@ -1,14 +1,11 @@
 """`hf-paged eval`: quality as commands.
 
 Contract: results go to stdout, progress to stderr, JSON where it is asked for. Wrong options are ValueErrors, which
-`hf-paged` shows in one line. Modules of `COMMANDS` add their own commands to `app` when they are imported; the options
-that all share stand here.
+`hf-paged` shows in one line. `gate_cli` adds its commands to `app`; the options that all share stand here.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json as json_format
 from pathlib import Path
 from typing import Annotated
@@ -21,9 +18,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-# Modules beside this one that add commands; one that is not there adds none.
-COMMANDS = ("gate_cli", "sweep_cli")
 
 Model = Annotated[str, typer.Option(help="`demo`, a folder or a Hub name.")]
 DType = Annotated[str, typer.Option(help="The model's: auto, float32, bfloat16, float16 or float64.")]
@@ -179,6 +173,4 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-for _name in COMMANDS:
-    if importlib.util.find_spec(f"{__package__}.{_name}") is not None:
-        importlib.import_module(f"{__package__}.{_name}")
+from . import gate_cli  # noqa: E402, F401  (adds its commands, with the options above)

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from .eval_cli import (
     BatchSize,
@@ -40,6 +38,7 @@ from .eval_cli import (
     app,
     use_threads,
 )
+from .tables import figures_table
 
 Config = Annotated[Path | None, typer.Option(help="Your own gates.toml; without it the package's limits hold.")]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens in a block of the cache.")]
@@ -265,12 +264,8 @@ def show(record: Mapping, console: Console | None = None) -> None:
 def _print_table(console: Console, title: str, head: list[str], rows: list[list[str]], text: tuple[int, ...]) -> None:
     from rich.markup import escape
 
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(head):
-        table.add_column(column, justify="left" if index in text else "right", no_wrap=index not in text)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
+    cells = [map(escape, row) for row in rows]
+    console.print(figures_table(escape(title), head, cells, text, wrap=True))
 
 
 def _console() -> Console:

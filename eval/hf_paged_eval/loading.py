@@ -26,5 +26,10 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None):
     source = str(demo_model_path()) if name == "demo" else name
     chosen = "auto" if dtype == "auto" else getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen)
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    model.to(device or default_device()).eval()
     return model, AutoTokenizer.from_pretrained(source)
+
+
+def default_device() -> str:
+    """Where a model runs that is told nothing: on a GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

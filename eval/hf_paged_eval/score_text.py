@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from .metrics import Normalised, Stats, Summary
+from .tables import figures_table
 
 
 def print_score(result, summary: Summary, units: Normalised) -> None:
@@ -42,14 +42,9 @@ def print_score(result, summary: Summary, units: Normalised) -> None:
 
 
 def _table(title: str, columns: list[str], summary: Summary, cells: Callable[[Stats], list[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("context", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("all", *cells(summary.overall))
-    for name, stats in summary.buckets.items():
-        table.add_row(name, *(["not measured"] if stats is None else cells(stats)))
-    return table
+    rows = [["all", *cells(summary.overall)]]
+    rows += [[name, *(["not measured"] if stats is None else cells(stats))] for name, stats in summary.buckets.items()]
+    return figures_table(title, ["context", *columns], rows)
 
 
 def _perplexity(stats: Stats) -> list[str]:

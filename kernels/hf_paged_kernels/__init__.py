@@ -25,7 +25,7 @@ from .checks import check_attention, check_copying, check_scales, check_tensor, 
 from .cpu import content_sums
 from .dispatch import BACKENDS, OPS, backend, choose, describe
 from .ops import call, op_calls, plain_decode, reset_op_calls
-from .quantize import QMAX, dequantize, dynamic_scale, is_quantized, quantize
+from .quantize import QMAX, SMALLEST_SCALE, dequantize, dynamic_scale, is_quantized, quantize
 from .reference import slot_ids
 from .shared_prefix import decode_shared, merge_states
 
@@ -33,6 +33,7 @@ __all__ = [
     "BACKENDS",
     "OPS",
     "QMAX",
+    "SMALLEST_SCALE",
     "backend",
     "choose",
     "content_sums",

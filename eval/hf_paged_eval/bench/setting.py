@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_paged
 
+from ..loading import default_device, load_model
+from ..tables import figures_table
 from . import machine
 from .workloads import Workload, english_ids, workload
 
@@ -150,12 +150,7 @@ class Bench:
 
     def table(self, title: str, columns: list[str], rows: list[list]) -> None:
         """Print figures; the first column is text."""
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*map(str, row))
-        self.console.print(table)
+        self.console.print(figures_table(title, columns, rows))
 
 
 def save(record: dict, drawing: str, json_file: Path | None, plot_file: Path | None, console: Console) -> None:
@@ -171,13 +166,12 @@ def save(record: dict, drawing: str, json_file: Path | None, plot_file: Path | N
 def load(setting: Setting):
     """Path, model and tokenizer; the model neither samples nor ends before the length that is asked for."""
     path = hf_paged.demo_model_path() if setting.model in ("demo", "tiny") else setting.model
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    dtype = DTYPES[setting.dtype]
     if setting.model == "tiny":
-        model = tiny_model(len(tokenizer)).to(dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = tiny_model(len(tokenizer)).to(DTYPES[setting.dtype])
+        model.to(setting.device or default_device())
     else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    model.to(setting.device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        model, tokenizer = load_model(str(path), setting.dtype, setting.device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=pad)
     model.generation_config.eos_token_id = None

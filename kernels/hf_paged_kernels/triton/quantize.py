@@ -9,11 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..quantize import SMALLEST_SCALE as SMALLEST
 from . import runtime, variants
 from .fp8 import encode, largest_of
 from .runtime import unspecialized
 
-SMALLEST_SCALE = tl.constexpr(2.0**-126)  # like quantize.SMALLEST_SCALE
+SMALLEST_SCALE = tl.constexpr(SMALLEST)
 
 
 @unspecialized(
