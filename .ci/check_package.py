@@ -60,7 +60,7 @@ def check_wheel(wheel: Path) -> None:
     if packages != set(PACKAGES):
         fail(f"the wheel's top level is {sorted(packages)}, expected {sorted(PACKAGES)}")
     for package, parent in PACKAGES.items():
-        files = [file for kind in ("*.py", "*.json") for file in (parent / package).rglob(kind)]
+        files = [file for kind in ("*.py", "*.json", "*.toml") for file in (parent / package).rglob(kind)]
         wanted = {file.relative_to(parent).as_posix() for file in files}
         missing = sorted((wanted | {f"{package}/py.typed"}) - names)
         if missing:

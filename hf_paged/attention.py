@@ -190,10 +190,9 @@ def _arguments(query, mask, scaling, kwargs) -> dict:
 
 def _paged(query, key, value, mask, scaling, kwargs) -> torch.Tensor:
     layer, step = key.layer, key.step
-    pool = layer.rows.pool
-    key_cache, value_cache = pool.caches(layer.layer_idx)
-    k_scale, v_scale = pool.scales(layer.layer_idx)
-    arguments = _arguments(query, mask, scaling, kwargs) | {"k_scale": k_scale, "v_scale": v_scale}
+    pages = layer.rows.pool.pages(layer.layer_idx)
+    key_cache, value_cache, query = pages.key_cache, pages.value_cache, pages.queries(query)
+    arguments = _arguments(query, mask, scaling, kwargs) | {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
     arguments.update(seq_starts=_seq_starts(mask, step), max_seq_len=step.max_seq_len)
     batch, heads, num_columns, _ = query.shape
     query_start_loc, real, max_query_len = step.packed_queries()
@@ -286,6 +285,7 @@ def _traced(module, query, key: PagedKV, value, scaling, dropout, kwargs) -> tor
     if not _operators_know(module, dropout, kwargs):
         raise PackingError(f"{type(module).__name__} attends in a way that the paged operators do not know")
     key_cache, value_cache, k_scale, v_scale, tables, lens, window = key.pages(value)
+    query = key.queries(query)
     arguments = {**_arguments(query, None, scaling, kwargs), "sliding_window": window}
     arguments.update(k_scale=k_scale, v_scale=v_scale)
     arguments["max_seq_len"] = tables.shape[1] * key_cache.shape[2]  # a graph does not know the longest

@@ -149,6 +149,10 @@ def memory(
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="fp8_e4m3, fp8_e5m2, int8, auto, or k:...,v:...")] = "fp8_e4m3",
     kv_scale_granularity: Annotated[str, typer.Option(help="What shares a scale.")] = "per_token_head",
+    skip_layer: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="A layer that is kept in the model's dtype; may be given several times."),
+    ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
     dtype: Annotated[DType, typer.Option(help="The model's dtype; auto is the config's.")] = DType.auto,
     available: Annotated[
@@ -171,6 +175,7 @@ def memory(
             mean_len=mean_len,
             kv_cache_dtype=kv_cache_dtype,
             kv_scale_granularity=kv_scale_granularity,
+            skip_layers=skip_layer or (),
             block_size=block_size,
             dtype=None if dtype is DType.auto else dtype.value,
             memory=available,

@@ -34,6 +34,9 @@ class PagedCacheConfig:
             "per_channel" take fixed ones from `kv_scales`. Spelled for keys and values apart like `kv_cache_dtype`.
         kv_scales: path of a file of fixed scales, as `hf_paged.calibrate_kv_scales` writes it.
         skip_layers: numbers of layers that are kept in the model's dtype, or a dict of layer -> `kv_cache_dtype`.
+        rotate_keys: whether keys are rotated by a Hadamard matrix before they are rounded, and queries with them, which
+            keeps more of them. `None` means wherever 8-bit keys have a scale for each token and head; others are kept
+            as they are.
         enable_prefix_caching: whether a request that goes through a `ContinuousBatcher` uses the blocks of earlier
             ones that begin with the same tokens.
 
@@ -51,6 +54,7 @@ class PagedCacheConfig:
     kv_scale_granularity: str | Mapping[str, str] = DYNAMIC
     kv_scales: str | os.PathLike | None = None
     skip_layers: tuple | Mapping[int, str] = ()
+    rotate_keys: bool | None = None
 
     def __post_init__(self) -> None:
         _check_count("block_size", self.block_size)
@@ -66,19 +70,24 @@ class PagedCacheConfig:
         scales = os.fspath(self.kv_scales) if isinstance(self.kv_scales, os.PathLike) else self.kv_scales
         if scales is not None and (not isinstance(scales, str) or not scales):
             raise ValueError(f"kv_scales must be the path of a file or None, got {self.kv_scales!r}")
-        plan = FormatPlan.of(self.kv_cache_dtype, self.kv_scale_granularity, self.skip_layers, scales)
+        plan = self._plan(scales)
         for name, value in (
             ("kv_cache_dtype", join(plan.kv_cache_dtype)),
             ("kv_scale_granularity", join(plan.kv_scale_granularity)),
             ("kv_scales", scales),
             ("skip_layers", spell_layers(plan.skip_layers)),
+            ("rotate_keys", plan.rotate_keys),
         ):
             object.__setattr__(self, name, value)
 
     @cached_property
     def formats(self) -> FormatPlan:
         """In which format each layer is kept."""
-        return FormatPlan.of(self.kv_cache_dtype, self.kv_scale_granularity, self.skip_layers, self.kv_scales)
+        return self._plan(self.kv_scales)
+
+    def _plan(self, kv_scales: str | None) -> FormatPlan:
+        settings = self.kv_cache_dtype, self.kv_scale_granularity, self.skip_layers
+        return FormatPlan.of(*settings, kv_scales, self.rotate_keys)
 
     def to_dict(self) -> dict:
         """The settings by name; transformers writes them so when it saves a GenerationConfig that holds this one."""

@@ -1,6 +1,6 @@
 """In which format each layer keeps its keys and values, and how users spell it.
 
-Contract: `FormatPlan.of` turns the four settings of PagedCacheConfig into one canonical form, which is hashable and
+Contract: `FormatPlan.of` turns the five settings of PagedCacheConfig into one canonical form, which is hashable and
 compares equal where the same is meant, and answers `format_of(layer)`. It names each value that it refuses and what
 is allowed instead. Imports neither torch nor transformers.
 """
@@ -24,12 +24,14 @@ class KVFormat(NamedTuple):
     Attributes:
         key_dtype, value_dtype: one of FORMATS, or "auto" for the dtype that the model computes them in.
         key_granularity, value_granularity: what shares a scale, DYNAMIC or one of STATIC; None where there is none.
+        rotates_keys: whether keys are rotated before they are rounded.
     """
 
     key_dtype: str = AUTO
     value_dtype: str = AUTO
     key_granularity: str | None = None
     value_granularity: str | None = None
+    rotates_keys: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -64,14 +66,16 @@ class FormatPlan(NamedTuple):
         kv_cache_dtype: (keys, values).
         kv_scale_granularity: (keys, values).
         skip_layers: (layer, (keys, values)) in rising order of the layers that differ.
+        rotate_keys: False where keys that could be rotated are not; None everywhere else.
     """
 
     kv_cache_dtype: tuple[str, str]
     kv_scale_granularity: tuple[str, str]
     skip_layers: tuple[tuple[int, tuple[str, str]], ...]
+    rotate_keys: bool | None = None
 
     @classmethod
-    def of(cls, kv_cache_dtype, kv_scale_granularity, skip_layers, kv_scales) -> FormatPlan:
+    def of(cls, kv_cache_dtype, kv_scale_granularity, skip_layers, kv_scales, rotate_keys=None) -> FormatPlan:
         """The plan that a caller meant.
 
         Raises:
@@ -86,10 +90,23 @@ class FormatPlan(NamedTuple):
             )
         plan = cls(dtypes, granularity, _layers(skip_layers))
         plan._check(kv_scale_granularity, kv_scales)
-        return plan
+        if rotate_keys is not None and not isinstance(rotate_keys, bool):
+            raise ValueError(f"rotate_keys must be True, False or None, got {rotate_keys!r}")
+        could = any(kind.rotates_keys for kind in plan._formats())
+        if rotate_keys and not could:
+            raise ValueError(
+                f"rotate_keys=True: with kv_cache_dtype={kv_cache_dtype!r} and kv_scale_granularity="
+                f"{kv_scale_granularity!r} no layer keeps keys in 8 bits with a scale for each token and head "
+                f"({DYNAMIC}), which are those that can be rotated"
+            )
+        return plan._replace(rotate_keys=False) if could and rotate_keys is False else plan
+
+    def _formats(self) -> list[KVFormat]:
+        """Every format that some layer may have."""
+        return [self._format(dtypes) for dtypes in (self.kv_cache_dtype, *(kind for _, kind in self.skip_layers))]
 
     def _check(self, spelling, kv_scales) -> None:
-        kinds = [self._format(dtypes) for dtypes in (self.kv_cache_dtype, *(kind for _, kind in self.skip_layers))]
+        kinds = self._formats()
         used = {kind.key_granularity for kind in kinds} | {kind.value_granularity for kind in kinds}
         static = sorted(used & set(STATIC))
         if static and kv_scales is None:
@@ -111,8 +128,11 @@ class FormatPlan(NamedTuple):
                 )
 
     def _format(self, dtypes: tuple[str, str]) -> KVFormat:
-        kinds = (None if dtype == AUTO else kind for dtype, kind in zip(dtypes, self.kv_scale_granularity, strict=True))
-        return KVFormat(*dtypes, *kinds)
+        keys, values = (
+            None if dtype == AUTO else kind for dtype, kind in zip(dtypes, self.kv_scale_granularity, strict=True)
+        )
+        # Fixed scales were measured on keys as they are.
+        return KVFormat(*dtypes, keys, values, rotates_keys=keys == DYNAMIC and self.rotate_keys is None)
 
     def format_of(self, layer_idx: int) -> KVFormat:
         """The format of a layer."""
@@ -121,7 +141,7 @@ class FormatPlan(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         """Whether any layer may be kept in 8 bits."""
-        return any(self._format(kind).is_quantized for kind in (self.kv_cache_dtype, *dict(self.skip_layers).values()))
+        return any(kind.is_quantized for kind in self._formats())
 
     def check_layers(self, layers: Iterable[int]) -> None:
         """Refuse `skip_layers` that names a layer which keeps no keys and values.

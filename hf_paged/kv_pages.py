@@ -2,7 +2,8 @@
 
 Contract: whatever is done to blocks (growing, copying, clearing, gathering) is done to their codes and to the scales
 that lie beside them alike. A reader gets codes and scales, or a dense copy that is dequantised; nothing here makes a
-dequantised copy of more than it is asked for.
+dequantised copy of more than it is asked for. Where keys are rotated, codes are those of rotated keys, whoever reads
+them has `queries` rotate its queries, and a dense copy is rotated back.
 
 Codes are indexed, filled and copied as bytes: torch has few operations on 8-bit floats.
 """
@@ -16,6 +17,7 @@ import torch
 import hf_paged_kernels as kernels
 
 from .kv_format import DYNAMIC, KVFormat
+from .rotation import rotation_of
 
 TORCH_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 _NAN_CODES = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80}
@@ -60,6 +62,7 @@ class LayerPages:
         self.value_cache = _empty((*shape, head_dims[1]), TORCH_DTYPES.get(kv_format.value_dtype, dtype), device)
         self.k_scale = _scale("k_scale", kv_format.key_granularity, shape, head_dims[0], device, fixed[0])
         self.v_scale = _scale("v_scale", kv_format.value_granularity, shape, head_dims[1], device, fixed[1])
+        self._rotation = rotation_of(head_dims[0], dtype, device) if kv_format.rotates_keys else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor that has blocks: fixed scales are not among them."""
@@ -71,9 +74,15 @@ class LayerPages:
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store `key [T, num_kv_heads, head_dim_k]` and `value` at `slot_mapping [T]`; slot -1 stores nothing."""
+        if self._rotation is not None:
+            key = self._rotation.keys(key)
         kernels.reshape_and_cache(
             key, value, self.key_cache, self.value_cache, slot_mapping, k_scale=self.k_scale, v_scale=self.v_scale
         )
+
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries `[..., head_dim_k]` as the codes in the blocks want them."""
+        return query if self._rotation is None else self._rotation.queries(query)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy whole blocks, `pairs [N, 2]` of source and destination."""
@@ -98,13 +107,17 @@ class LayerPages:
         Returns `[batch, num_kv_heads, T, head_dim]`, of `dtype` where they are kept in 8 bits, else as they are kept.
         """
         cache, scale = (self.value_cache, self.v_scale) if which else (self.key_cache, self.k_scale)
+        rotation = None if which else self._rotation
         size = cache.shape[2]
         blocks, offsets = slots.clamp(min=0) // size, slots.clamp(min=0) % size
         dense = _bytes(cache)[blocks, :, offsets]  # [batch, T, num_kv_heads, head_dim]
         if scale is not None:
             scale = scale[blocks, :, offsets] if scale.dim() == 3 else scale
             scale = scale if scale.dim() == 2 else scale[..., None]
-            dense = kernels.dequantize(dense.view(cache.dtype), scale, dtype)
+            wide = torch.promote_types(dtype, torch.float32)  # until rotated back
+            dense = kernels.dequantize(dense.view(cache.dtype), scale, dtype if rotation is None else wide)
+        if rotation is not None:
+            dense = rotation.keys_back(dense).to(dtype)
         dense.masked_fill_((slots < 0)[..., None, None], 0)
         return dense.transpose(1, 2).contiguous()  # models reshape it as they would a concatenated one
 

@@ -16,10 +16,10 @@ from .packed_metadata import PackedGroup
 
 def attend_packed(group: PackedGroup, query, key: LazyKV, arguments: dict) -> torch.Tensor:
     """Decoding rows, whose tokens come first, and chunks each by their own operator."""
-    key_cache, value_cache = key.layer.pool.caches(key.layer.layer_idx)
-    k_scale, v_scale = key.layer.pool.scales(key.layer.layer_idx)
-    arguments = {**arguments, "k_scale": k_scale, "v_scale": v_scale}
-    packed, count, out = query[0].transpose(0, 1), group.step.num_decode, []
+    pages = key.layer.pool.pages(key.layer.layer_idx)
+    key_cache, value_cache = pages.key_cache, pages.value_cache
+    arguments = {**arguments, "k_scale": pages.k_scale, "v_scale": pages.v_scale}
+    packed, count, out = pages.queries(query[0].transpose(0, 1)), group.step.num_decode, []
     if count:
         tensors = (packed[:count], key_cache, value_cache, group.decode_tables, group.decode_lens)
         options = {**arguments, "max_seq_len": group.max_decode_len}

@@ -120,7 +120,7 @@ class PackedPools:
         if not formats.is_quantized:
             return ()
         kinds = (join(formats.kv_cache_dtype), join(formats.kv_scale_granularity), spell_layers(formats.skip_layers))
-        return (*kinds, None if self.kv_scales is None else self.kv_scales.digest())
+        return (*kinds, formats.rotate_keys, None if self.kv_scales is None else self.kv_scales.digest())
 
     def storages(self) -> Iterator[torch.Tensor]:
         """Every tensor that holds K/V."""

@@ -44,6 +44,10 @@ class PagedKV:
             raise PackingError(f"nothing read layer {layer.layer_idx} when the model was tried")
         return *layer.pages(), layer.window
 
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries `[..., head_dim_k]` as the pages want them."""
+        return self.layer.pool.pages(self.layer.layer_idx).queries(query)
+
     def to(self, device: torch.device) -> PagedKV:
         """Itself: layers that read what another one keeps ask for it on their own device."""
         if device != self.layer.device:

@@ -2,9 +2,9 @@
 blocks.
 
 Contract: a `QuantizedCache` is the installed DynamicCache but for one thing: new keys and values are quantised and
-dequantised, each token and head by its own scale or by fixed ones, before they are stored, so that attention, the
-current chunk's too, reads what 8 bits kept of them. No block, no slot and no kernel is involved. `text` is greedy
-generate over one prompt.
+dequantised, each token and head by its own scale or by fixed ones, keys rotated where the settings say so, before they
+are stored, so that attention, the current chunk's too, reads what 8 bits kept of them. No block, no slot and no kernel
+is involved. `text` is greedy generate over one prompt.
 
 Texts are compared in float64, token for token. In float32 two orders of summing round a number to two neighbouring
 codes now and then, a step of up to an eighth: `TIE` is more than such a step ever changed a logit of these models by.
@@ -33,7 +33,28 @@ SETTINGS = {
     "keys_alone": {"kv_cache_dtype": "k:int8"},
     "skip": {"kv_cache_dtype": "fp8_e4m3", "skip_layers": (0,)},
     "by_layer": {"kv_cache_dtype": "int8", "skip_layers": {0: "fp8_e5m2", 2: "k:auto,v:int8"}},
+    "as_they_come": {"kv_cache_dtype": "fp8_e4m3", "rotate_keys": False},
 }
+
+
+def butterflies(states: torch.Tensor) -> torch.Tensor:
+    """Each row times the Hadamard matrix of +1 and -1; of equal parts of it where its size is no power of two."""
+    size = states.shape[-1]
+    width = 1
+    while size % (2 * width) == 0:
+        pairs = states.reshape(*states.shape[:-1], -1, 2, width)
+        sums, differences = pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]
+        states = torch.stack([sums, differences], dim=-2).reshape(states.shape)
+        width *= 2
+    return states
+
+
+def rotated_and_back(keys: torch.Tensor, name: str) -> torch.Tensor:
+    """What 8 bits keep of keys that are rotated for it."""
+    bits = (keys.shape[-1] & -keys.shape[-1]).bit_length() - 1
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    rotated = butterflies(keys.to(wide)) * 2.0 ** -((bits + 1) // 2)  # scales of a power of two are exact
+    return (butterflies(read_back(rotated, name)) * 2.0 ** -(bits // 2)).to(keys.dtype)
 
 
 def read_back(states: torch.Tensor, name: str, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,8 +85,12 @@ class QuantizedCache(DynamicCache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         kept = self.formats.format_of(layer_idx)
         fixed = self.fixed.layer(layer_idx) if kept.is_static else (None, None)
-        new = read_back(key_states, kept.key_dtype, fixed[0]), read_back(value_states, kept.value_dtype, fixed[1])
-        return super().update(*new, layer_idx, *args, **kwargs)
+        if kept.rotates_keys:
+            key_states = rotated_and_back(key_states, kept.key_dtype)
+        else:
+            key_states = read_back(key_states, kept.key_dtype, fixed[0])
+        value_states = read_back(value_states, kept.value_dtype, fixed[1])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def text(model, prompt, settings: dict, new: int = 12, **options) -> list[int]:

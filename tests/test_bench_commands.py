@@ -50,7 +50,7 @@ def test_throughput(tmp_path):
 
 def test_capacity(tmp_path):
     results, plot, output = bench("capacity", tmp_path, "--block-size", "4")
-    ways = ["static", "padded DynamicCache", "paged", "paged + shared prefix"]
+    ways = ["static", "padded DynamicCache", "paged", "paged + shared prefix", "paged + fp8_e4m3"]
     for work in results["workloads"]:
         assert list(work["ways"]) == ways and work["ways"]["static"]["running_most"] == 2
         for row in work["ways"].values():
@@ -61,6 +61,7 @@ def test_capacity(tmp_path):
     assert mixed["paged"]["waste_mean"] < 0.5 * mixed["static"]["waste_mean"]
     assert mixed["paged"]["running_mean"] > mixed["padded DynamicCache"]["running_mean"]
     assert shared["paged + shared prefix"]["running_most"] > shared["paged"]["running_most"]
+    assert mixed["paged + fp8_e4m3"]["running_mean"] > mixed["paged"]["running_mean"]
     check_plot(plot, ["running requests", "waste (% of held KV bytes)", "tokens generated (% of all)"], panels=4)
     assert "mixed: 6 requests in" in output
 

@@ -27,6 +27,7 @@ LEVELS = [
         "storage_meter",
         "demo_prompts",
         "fingerprint",
+        "rotation",
     },
     {"shared_prefix"},
     {"block_table", "prefix_tree", "weights_view", "demo_model", "request_output", "running", "driving"},
@@ -55,6 +56,7 @@ WITHOUT_TORCH = {
     *("prefix_tree", "prefix_cache", "prefix_admission", "running", "batch_blocks", "scheduler", "driving"),
 }
 MAY_IMPORT_KERNELS = {
+    "weights_view",
     "calibration",
     "kv_pages",
     "kv_pool",

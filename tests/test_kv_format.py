@@ -72,11 +72,28 @@ def test_what_means_the_same_is_equal_hashes_alike_and_survives_json():
     assert (one.kv_cache_dtype, one.skip_layers) == ("k:int8,v:fp8_e4m3", ((0, INT8), 2))
     scales = PagedCacheConfig(kv_cache_dtype=INT8, kv_scale_granularity="k:per_head", kv_scales=pathlib.Path("a") / "b")
     assert scales.kv_scales == str(pathlib.Path("a") / "b")
-    for config in (one, scales, PagedCacheConfig(), PagedCacheConfig(kv_cache_dtype=INT8, skip_layers=range(3))):
+    off = PagedCacheConfig(kv_cache_dtype=INT8, rotate_keys=False)
+    for config in (one, scales, off, PagedCacheConfig(), PagedCacheConfig(kv_cache_dtype=INT8, skip_layers=range(3))):
         assert PagedCacheConfig.from_any(json.loads(json.dumps(config.to_dict()))) == config
         assert pickle.loads(pickle.dumps(config)) == config == dataclasses.replace(config)
     # A dict that was JSON has strings for keys.
     assert PagedCacheConfig(skip_layers={"1": E5M2}) == PagedCacheConfig(skip_layers={1: E5M2})
+
+
+def test_which_keys_are_rotated():
+    assert format_of(kv_cache_dtype=INT8).rotates_keys
+    assert not format_of(kv_cache_dtype="v:int8").rotates_keys and not format_of().rotates_keys
+    assert not format_of(kv_cache_dtype=INT8, kv_scale_granularity="k:per_head", kv_scales="file").rotates_keys
+    assert format_of(kv_cache_dtype=INT8, kv_scale_granularity="v:per_head", kv_scales="file").rotates_keys
+    assert not format_of(kv_cache_dtype=INT8, rotate_keys=False).rotates_keys
+    layers = {"skip_layers": {0: INT8, 1: "v:int8"}}
+    assert [format_of(layer, **layers).rotates_keys for layer in range(3)] == [True, False, False]
+    # True says what is so anyway, and False where there is nothing to rotate changes nothing.
+    assert PagedCacheConfig(kv_cache_dtype=INT8, rotate_keys=True) == PagedCacheConfig(kv_cache_dtype=INT8)
+    assert PagedCacheConfig(rotate_keys=False) == PagedCacheConfig()
+    off = PagedCacheConfig(kv_cache_dtype=INT8, rotate_keys=False)
+    assert off != PagedCacheConfig(kv_cache_dtype=INT8) and off.rotate_keys is False
+    assert dataclasses.replace(PagedCacheConfig(), kv_cache_dtype=INT8).formats.format_of(0).rotates_keys
 
 
 def test_a_generation_config_saves_it(tmp_path):
@@ -127,6 +144,13 @@ def test_layers_that_differ():
         ({"kv_scales": "file"}, "kv_scales='file' are of no use with kv_cache_dtype='auto'"),
         ({"kv_scale_granularity": "per_head"}, "keys the granularity 'per_head', but kv_cache_dtype='auto'"),
         ({"kv_cache_dtype": "k:int8", "kv_scale_granularity": "v:per_head"}, "values the granularity 'per_head'"),
+        ({"kv_cache_dtype": INT8, "rotate_keys": 1}, "rotate_keys must be True, False or None, got 1"),
+        ({"rotate_keys": True}, "rotate_keys=True.*kv_cache_dtype='auto'.*no layer keeps keys in 8 bits"),
+        ({"kv_cache_dtype": "v:int8", "rotate_keys": True}, "rotate_keys=True.*'v:int8'"),
+        (
+            {"kv_cache_dtype": INT8, "kv_scale_granularity": "per_head", "kv_scales": "f", "rotate_keys": True},
+            "rotate_keys=True.*'per_head'",
+        ),
     ],
 )
 def test_what_is_refused(settings, message):

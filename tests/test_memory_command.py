@@ -218,6 +218,9 @@ def test_command_prints_json(tmp_path):
     report = json.loads(result.stdout)
     assert [plan["name"] for plan in report["plans"]] == ["padded static", "paged", "paged, k:int8,v:fp8_e4m3"]
     assert report["plans"][0]["bytes_per_request"] == GIB and report["plans"][0]["requests"] is None
+    kept = json.loads(command(path, "--seq-len", 2048, "--json", "--skip-layer", 0, "--skip-layer", 3).stdout)
+    assert [group["num_layers"] for group in kept["plans"][2]["groups"]] in ([2, 30], [30, 2])
+    assert command(path, "--seq-len", 2048, "--skip-layer", 32).exit_code == 1
 
 
 def test_command_says_what_is_wrong(tmp_path):

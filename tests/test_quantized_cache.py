@@ -32,13 +32,25 @@ PLAIN = {"do_sample": False, "max_new_tokens": NEW}
 
 
 class QuantizedPair(Pair):
-    """A PagedCache beside a contiguous cache of the same 8-bit formats."""
+    """A PagedCache beside a contiguous cache of the same 8-bit formats.
 
-    def __init__(self, family, setting, **options) -> None:
-        settings = SETTINGS[setting]
+    Bit for bit where keys are kept as they come. A rotation sums in the order that a matrix product takes, so where
+    keys are rotated, float64 throughout and a tolerance of its rounding stand in for that.
+    """
+
+    def __init__(self, family, setting, rotated=False, **options) -> None:
+        self.rotated = rotated
+        settings = SETTINGS[setting] if rotated else SETTINGS[setting] | {"rotate_keys": False}
+        if rotated:
+            options = {"dtype": torch.float64, **options}
         super().__init__(family, **settings, **options)
         self.settings = settings
         self.dynamic = QuantizedCache(self.config, **settings)
+
+    def same(self, mine, other) -> bool:
+        if not self.rotated:
+            return super().same(mine, other)
+        return mine.shape == other.shape and torch.allclose(mine, other, rtol=1e-12, atol=1e-12)
 
     def restart_oracle(self) -> None:
         self.dynamic = QuantizedCache(self.config, **self.settings)
@@ -49,10 +61,11 @@ class QuantizedPair(Pair):
 # What it holds
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "deepseek_v3", "gpt2"])
-def test_what_it_gives_back_is_what_8_bits_keep(family, setting):
-    pair = QuantizedPair(family, setting, block_size=4)
+def test_what_it_gives_back_is_what_8_bits_keep(family, setting, rotated):
+    pair = QuantizedPair(family, setting, rotated, block_size=4)
     for tokens in (1, 7, 4, 1, 13, 1):
         pair.update(tokens)
         pair.check()
@@ -68,7 +81,7 @@ def test_other_dtypes(dtype):
 
 def test_nan_and_infinity_stay_visible_and_harm_no_other_row():
     for name in ("fp8_e4m3", "fp8_e5m2", "int8"):
-        cache = PagedCache(config_of("llama"), {"kv_cache_dtype": name})
+        cache = PagedCache(config_of("llama"), {"kv_cache_dtype": name, "rotate_keys": False})
         key, value = random_kv(2, 5)
         bad = key.clone()
         bad[0, 1, 3, 2], bad[0, 0, 1, 0], bad[0, 0, 2, 1] = float("nan"), float("inf"), -float("inf")
@@ -79,12 +92,25 @@ def test_nan_and_infinity_stay_visible_and_harm_no_other_row():
         assert torch.equal(got[1], read_back(key, name)[1]) and got.isfinite().sum() == got.numel() - 3
 
 
+def test_a_number_that_is_none_spoils_its_rotated_key_and_no_other():
+    cache = PagedCache(config_of("llama"), {"kv_cache_dtype": "int8"})
+    key, value = random_kv(2, 5)
+    bad = key.clone()
+    bad[0, 1, 3, 2] = float("nan")
+    got = cache.update(bad, value, 0)[0] + 0
+    right = PagedCache(config_of("llama"), {"kv_cache_dtype": "int8"}).update(key, value, 0)[0] + 0
+    assert got[0, 1, 3].isnan().any()
+    got[0, 1, 3] = right[0, 1, 3]
+    assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("setting", ["fp8_e4m3", "mixed", "by_layer"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
-def test_codes_and_scales_move_together(family, setting):
+def test_codes_and_scales_move_together(family, setting, rotated):
     """CASES B38: reorder, repeat, select, crop, fork, then write on, at every offset of a block."""
     for length in (1, 8, 15):
-        pair = QuantizedPair(family, setting, batch=3, block_size=8)
+        pair = QuantizedPair(family, setting, rotated, batch=3, block_size=8)
         pair.update(length)
         pair.take_rows("reorder_cache", torch.tensor([2, 0, 0]), torch.tensor([2, 0, 0]))
         pair.update(1)

@@ -54,6 +54,9 @@ def gate(
     kv_scale_granularity: Annotated[str | None, typer.Option(help="per_token_head if not given.")] = None,
     kv_scales: Annotated[Path | None, typer.Option(help="File of calibrated scales, for a fixed granularity.")] = None,
     skip_layers: Annotated[str | None, typer.Option(help="Layers kept in the model's dtype, as in 0,1.")] = None,
+    rotate_keys: Annotated[
+        bool | None, typer.Option("--rotate-keys/--no-rotate-keys", help="As PagedCacheConfig has it if not given.")
+    ] = None,
     config: Config = None,
     dtype: DType = "auto",
     device: Device = None,
@@ -87,6 +90,7 @@ def gate(
         "kv_cache_dtype": kv_cache_dtype,
         "kv_scale_granularity": kv_scale_granularity,
         "kv_scales": None if kv_scales is None else str(kv_scales),
+        "rotate_keys": rotate_keys,
         "block_size": block_size,
     }
     candidate = {name: value for name, value in chosen.items() if value is not None}

@@ -31,7 +31,7 @@ def headline(record: Mapping) -> str:
 
 
 def candidate_name(candidate: Mapping) -> str:
-    """A cache format in short: dtype, granularity, layers left out."""
+    """A cache format in short: dtype, granularity, layers left out, keys that are not rotated."""
     name = spelled(candidate.get("kv_cache_dtype", "auto"))
     granularity = candidate.get("kv_scale_granularity")
     if granularity and name != "auto":
@@ -40,6 +40,8 @@ def candidate_name(candidate: Mapping) -> str:
     if skipped:
         layers = (str(one) if isinstance(one, int) else f"{one[0]} ({one[1]})" for one in skipped)
         name += f", without layers {', '.join(layers)}"
+    if candidate.get("rotate_keys") is False:
+        name += ", keys not rotated"
     return name
 
 

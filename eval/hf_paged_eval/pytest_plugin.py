@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-SETTINGS = ("kv_cache_dtype", "kv_scale_granularity", "kv_scales", "skip_layers", "block_size")
+SETTINGS = ("kv_cache_dtype", "kv_scale_granularity", "kv_scales", "skip_layers", "rotate_keys", "block_size")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

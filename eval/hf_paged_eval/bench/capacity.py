@@ -1,12 +1,13 @@
 """How many requests run at once in a fixed room for keys and values, and how much of the room is wasted.
 
-Contract: four ways to use one budget of bytes, for the same requests. The budget is that of `slots` requests with the
+Contract: five ways to use one budget of bytes, for the same requests. The budget is that of `slots` requests with the
 workload's longest prompt and longest output reserved.
 
 - static: that much is reserved for each running request; a slot goes to the next one when its request ends.
 - padded: DynamicCache over batches in the order of arrival, each as large as fits until its end; rows that have ended
   stay, as generate keeps them.
-- paged, paged + shared prefix: a ContinuousBatcher with as many blocks as the budget holds, run for real.
+- paged, paged + shared prefix, paged + fp8_e4m3: a ContinuousBatcher with as many blocks as the budget holds, run for
+  real. An 8-bit block takes fewer bytes, the scales beside it included, so that the budget holds more of them.
 
 The first two are replayed token by token from the forced lengths (a test holds the replays against the real caches).
 Waste is the share of the held bytes that holds no token which a running request still needs: reserved and not reached,
@@ -29,11 +30,13 @@ from .setting import Bench, kv_bytes_per_token
 from .workloads import Prompt, Workload
 
 STATIC, PADDED, PAGED, SHARED = "static", "padded DynamicCache", "paged", "paged + shared prefix"
+EIGHT_BITS = "fp8_e4m3"
+QUANTIZED = f"paged + {EIGHT_BITS}"
 
 
 class Moment(NamedTuple):
-    """What is true after a step: requests that run, tokens that there is room for and that are stored (one layer's
-    worth), and new tokens so far, over all requests."""
+    """What is true after a step: requests that run, tokens that there is room for and that are stored (by their bytes,
+    in tokens of the model's own dtype), and new tokens so far, over all requests."""
 
     running: int
     held: float
@@ -65,12 +68,13 @@ def run(
         work = bench.workload(name)
         budget = slots * (work.longest_prompt + work.longest_output)
         ways = {STATIC: static(work.prompts, budget), PADDED: padded(work.prompts, budget)}
-        for way in (PAGED, SHARED):
+        for way in (PAGED, SHARED, QUANTIZED):
             bench.say(f"{name}: {way}")
-            ways[way], preemptions = paged(bench, work, budget // block_size, block_size, way == SHARED)
+            dtype = EIGHT_BITS if way == QUANTIZED else "auto"
+            ways[way], preemptions = paged(bench, work, budget, block_size, way == SHARED, dtype)
             ways[way + " preemptions"] = preemptions
         entry = {**work.summary(), "budget_tokens": budget, "budget_mib": budget * per_token / 2**20, "ways": {}}
-        for way in (STATIC, PADDED, PAGED, SHARED):
+        for way in (STATIC, PADDED, PAGED, SHARED, QUANTIZED):
             entry["ways"][way] = {**summary(ways[way], budget), "preemptions": ways.get(way + " preemptions", 0)}
         if bench.device.type == "cuda":
             entry["allocator"] = allocator_overhead(bench, work)
@@ -130,9 +134,18 @@ def _largest_batch(prompts: Sequence[Prompt], budget: int) -> Sequence[Prompt]:
     return prompts[:count]
 
 
-def paged(bench: Bench, work: Workload, num_blocks: int, block_size: int, share: bool) -> tuple[list[Moment], int]:
-    """A real run over so many blocks; what it held after each step, and how often a request was preempted."""
+def paged(
+    bench: Bench, work: Workload, budget: int, block_size: int, share: bool, kv_cache_dtype: str = "auto"
+) -> tuple[list[Moment], int]:
+    """A real run over as many blocks as a budget of tokens of the model's own dtype holds.
+
+    Returns:
+        What it held after each step, and how often a request was preempted.
+    """
+    size = token_size(bench, kv_cache_dtype)
+    num_blocks = int(budget / size) // block_size
     cache = {"block_size": block_size, "num_blocks": num_blocks, "enable_prefix_caching": share}
+    cache["kv_cache_dtype"] = kv_cache_dtype
     scheduler = {"max_num_seqs": max(256, len(work.prompts))}
     moments, produced, done = [], 0, {}
     with hf_paged.ContinuousBatcher(bench.model, cache_config=cache, scheduler_config=scheduler) as batcher:
@@ -144,11 +157,20 @@ def paged(bench: Bench, work: Workload, num_blocks: int, block_size: int, share:
                 produced += len(output.output_token_ids) - done.get(output.request_id, 0)
                 done[output.request_id] = len(output.output_token_ids)
             stats = batcher.stats()
-            held = stats.blocks_used * block_size
+            held = stats.blocks_used * block_size * size
             ended = sum(output.finished for output in outputs)  # they ran in this step, their blocks are free now
             moments.append(Moment(stats.running + ended, held, held * (1 - stats.waste), produced))
         preemptions = batcher.stats().preemptions
     return moments, preemptions
+
+
+def token_size(bench: Bench, kv_cache_dtype: str) -> float:
+    """Bytes of a token's keys and values in this format, scales included, over those in the model's own dtype."""
+    if kv_cache_dtype == "auto":
+        return 1.0
+    plans = hf_paged.memory_report(bench.model, seq_len=1, kv_cache_dtype=kv_cache_dtype).plans
+    _, plain, quantized = (plan.bytes_per_token for plan in plans)
+    return quantized / plain
 
 
 def summary(moments: Sequence[Moment], budget: int) -> dict:
