@@ -55,10 +55,7 @@ def quantize_kernel(
     slot = tl.load(slot_mapping + token)
     if slot < 0:
         return
-    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-    exists = head < num_kv_heads
-    block = slot // block_size
-    cache_row = (block * num_kv_heads + head) * block_size + (slot - block * block_size)
+    head, exists, cache_row = rows_of(slot, num_kv_heads, block_size, BLOCK_HEADS)
     if tl.program_id(2) == 0:
         row = token * stride_t_0 + head * stride_h_0
         scale_row = head * scale_stride_h_0
@@ -69,6 +66,14 @@ def quantize_kernel(
         scale_row = head * scale_stride_h_1
         encode_rows(rows_1, cache_1, scale_1, row, cache_row, scale_row, scale_stride_d_1, exists, units_1, format_1,
                     dynamic_1, VEC, BLOCK_HEADS, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def rows_of(slot, num_kv_heads, block_size, HEADS: tl.constexpr):
+    """The heads of this program, which of them exist, and the row of each in a cache."""
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    block = slot // block_size
+    return head, head < num_kv_heads, (block * num_kv_heads + head) * block_size + (slot - block * block_size)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from . import quantize, runtime, variants
+from .quantize import rows_of
 from .runtime import unspecialized
 
 
@@ -36,10 +37,7 @@ def reshape_and_cache_kernel(
     slot = tl.load(slot_mapping + token)
     if slot < 0:
         return
-    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-    exists = head < num_kv_heads
-    block = slot // block_size
-    cache_row = (block * num_kv_heads + head) * block_size + (slot - block * block_size)
+    head, exists, cache_row = rows_of(slot, num_kv_heads, block_size, BLOCK_HEADS)
     move_rows(key, key_cache, token * key_stride_t, head * key_stride_h, cache_row, exists, key_units, VEC, BLOCK_D)
     move_rows(
         value, value_cache, token * value_stride_t, head * value_stride_h, cache_row, exists, value_units, VEC, BLOCK_D
