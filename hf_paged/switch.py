@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
+
+from .weights_view import all_modules
 
 NAME = "hf_paged"
 
@@ -90,10 +93,11 @@ class _Switches:
         with self.lock:
             entry = self._models.get(id(model))
             if entry is None:
-                configs = _configs(model)
+                modules = list(all_modules(model))
+                configs = _configs(modules)
                 for config in configs:
                     self._before.setdefault(id(config), (config, config._attn_implementation))
-                training = [module for module in model.modules() if module.training]
+                training = [module for module in modules if module.training]
                 entry = self._models[id(model)] = [model, 0, configs, training]
                 try:
                     # Dropout and gradient checkpointing (which drops the cache) are for training steps.
@@ -134,10 +138,10 @@ class _Switches:
 switches = _Switches()
 
 
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def _configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     """Every config that `set_attn_implementation` may change."""
     found: dict[int, PreTrainedConfig] = {}
-    pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    pending = [module.config for module in modules if isinstance(module, PreTrainedModel)]
     while pending:
         config = pending.pop()
         if config is not None and id(config) not in found:

@@ -113,7 +113,7 @@ class WeightsView:
         """Modules, their classes, forwards and hooks, adapters, shapes, files: all but the content of weights."""
         modules, places = [], []
         index = {id(leaf): number for number, leaf in enumerate(self.leaves)}
-        for module in _modules(model):
+        for module in all_modules(model):
             forward = id(vars(module).get("forward"))
             hooks = (*module._forward_hooks, *module._forward_pre_hooks)  # numbers that a process never uses twice
             modules.append((weakref.ref(module), type(module), forward, hooks, (*module._modules, *module._parameters)))
@@ -127,7 +127,7 @@ class WeightsView:
     def _walk(self, model: nn.Module) -> Iterator[torch.Tensor]:
         """The tensors that count; notes which dicts and settings to compare."""
         offloaded: dict[nn.Module, bool] = {}  # module: whether its buffers are, too
-        modules = list(_modules(model))
+        modules = list(all_modules(model))
         for module in modules:
             for hook in _offloading_hooks(module):
                 for inside in module.modules() if hook.place_submodules else (module,):
@@ -211,7 +211,7 @@ class WeightsView:
                 yield from self._unwrap(value)
 
 
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
+def all_modules(model: nn.Module) -> Iterator[nn.Module]:
     """`model.modules()`, in another order, without its nested generators: a tenth of the time."""
     seen, stack = set(), [model]
     while stack:
