@@ -35,8 +35,8 @@ class PagedCacheConfig:
         kv_scales: path of a file of fixed scales, as `hf_paged.calibrate_kv_scales` writes it.
         skip_layers: numbers of layers that are kept in the model's dtype, or a dict of layer -> `kv_cache_dtype`.
         rotate_keys: whether keys are rotated by a Hadamard matrix before they are rounded, and queries with them, which
-            keeps more of them. `None` means wherever 8-bit keys have a scale for each token and head; others are kept
-            as they are.
+            keeps more of them. `None` means wherever 8-bit keys have a scale for each token and head; others, and heads
+            of odd size, are kept as they are. `True` means the same, and refuses a config without such keys.
         enable_prefix_caching: whether a request that goes through a `ContinuousBatcher` uses the blocks of earlier
             ones that begin with the same tokens.
 
@@ -76,7 +76,7 @@ class PagedCacheConfig:
             ("kv_scale_granularity", join(plan.kv_scale_granularity)),
             ("kv_scales", scales),
             ("skip_layers", spell_layers(plan.skip_layers)),
-            ("rotate_keys", plan.rotate_keys),
+            ("rotate_keys", False if self.rotate_keys is False else None),
         ):
             object.__setattr__(self, name, value)
 

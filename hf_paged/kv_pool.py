@@ -134,16 +134,6 @@ class KVPool:
         """The tensors of a layer."""
         return self._pages[layer_idx]
 
-    def caches(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`key_cache` and `value_cache` of a layer."""
-        pages = self._pages[layer_idx]
-        return pages.key_cache, pages.value_cache
-
-    def scales(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """`k_scale` and `v_scale` of a layer, None where keys or values are kept in the model's dtype."""
-        pages = self._pages[layer_idx]
-        return pages.k_scale, pages.v_scale
-
     def storages(self) -> Iterator[torch.Tensor]:
         """Every tensor with blocks that the pool owns."""
         for pages in list(self._pages.values()):

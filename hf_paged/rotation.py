@@ -31,26 +31,38 @@ class Rotation:
     """
 
     def __init__(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        size = part_size(head_dim)
+        self._size = size = part_size(head_dim)
+        self._is_whole = size == head_dim
         exponent = size.bit_length() - 1
-        matrix = torch.ones(1, 1, dtype=dtype)
+        matrix = torch.ones(1, 1, dtype=dtype, device="cpu")
         while matrix.shape[0] < size:  # Sylvester's construction
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-        matrix = torch.block_diag(*[matrix] * (head_dim // size)).to(device)
-        self._for_keys = matrix * 2.0 ** -((exponent + 1) // 2)
-        self._for_queries = matrix * 2.0 ** -(exponent // 2)
+        self._for_keys = (matrix * 2.0 ** -((exponent + 1) // 2)).to(device)
+        self._for_queries = (matrix * 2.0 ** -(exponent // 2)).to(device)
 
     def keys(self, key: torch.Tensor) -> torch.Tensor:
         """Rotated keys of `[..., head_dim]`, in the dtype of the products: rounding follows anyway."""
-        return key.to(self._for_keys.dtype) @ self._for_keys
+        return self._product(key, self._for_keys)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         """Queries `[..., head_dim]` for rotated keys, in their own dtype."""
-        return (query.to(self._for_queries.dtype) @ self._for_queries).to(query.dtype)
+        return self._product(query, self._for_queries).to(query.dtype)
 
     def keys_back(self, rotated: torch.Tensor) -> torch.Tensor:
-        """The keys that `keys` rotated."""
-        return rotated.to(self._for_queries.dtype) @ self._for_queries
+        """The keys that `keys` rotated, in the dtype of the products."""
+        return self._product(rotated, self._for_queries)
+
+    def _product(self, states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        states = states.to(matrix.dtype)
+        if torch.is_autocast_enabled(states.device.type):  # which would take 16 bits for it
+            with torch.autocast(states.device.type, enabled=False):
+                return self._by_parts(states, matrix)
+        return self._by_parts(states, matrix)
+
+    def _by_parts(self, states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        if self._is_whole:
+            return states @ matrix
+        return (states.unflatten(-1, (-1, self._size)) @ matrix).flatten(-2)
 
 
 def part_size(head_dim: int) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from .weights_view import all_modules
+from .module_tree import all_modules
 
 NAME = "hf_paged"
 

@@ -96,8 +96,9 @@ class TracedLayer(CacheLayerMixin):
 
     def pages(self) -> tuple[torch.Tensor, ...]:
         """Both caches, their scales, block tables `[S, max_blocks]` and lengths `[S]` of the step."""
-        caches, scales = self.pool.caches(self.layer_idx), self.pool.scales(self.layer_idx)
-        return *caches, *scales, self._cache.tables[self.group_index], self._cache.lens[self.group_index]
+        pages, index = self.pool.pages(self.layer_idx), self.group_index
+        caches = pages.key_cache, pages.value_cache, pages.k_scale, pages.v_scale
+        return *caches, self._cache.tables[index], self._cache.lens[index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """No key at all, which the hf_paged mask function takes as the sign that no mask is wanted."""

@@ -22,6 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_paged_kernels import ObjectSnapshot
 
+from .module_tree import all_modules
+
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 _CONTENTS = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -63,12 +65,9 @@ class WeightsView:
         self._values = [_copy(value) for value in map(_get_item, self._owners, self._keys)]
         self._versions = sum(map(_get_version, self._versioned))
         self._data_ptrs = list(map(_get_data_ptr, self._pointed))
-        self._snapshot = self._take_snapshot()
-
-    def _take_snapshot(self) -> ObjectSnapshot | None:
-        if not ObjectSnapshot.available():
-            return None
-        return ObjectSnapshot(self._versioned, self._pointed, [*self._dicts, *self._empty])
+        self._snapshot = None
+        if ObjectSnapshot.available():
+            self._snapshot = ObjectSnapshot(self._versioned, self._pointed, [*self._dicts, *self._empty])
 
     def holds(self) -> bool:
         """Whether the model still is as it was."""
@@ -87,19 +86,16 @@ class WeightsView:
         A snapshot is twice as fast as what follows, which decides where it sees another object or is not there. All
         loops run in C. A version only rises, so their sum tells as much as a list of them. Dicts are compared by the
         identity of their values first; other tensors in the same place raise, or differ, or are equal single
-        numbers, whose values the next call compares again.
+        numbers, whose values the next call compares again: no new snapshot may take such a one for what it was.
         """
         if self._snapshot is not None and self._snapshot.holds():
             return True
-        holds = (
+        return (
             sum(map(_get_version, self._versioned)) == self._versions
             and list(map(_get_data_ptr, self._pointed)) == self._data_ptrs
             and not any(self._empty)
             and self._dicts == self._copies
         )
-        if holds and self._snapshot is not None:  # something was replaced by its equal
-            self._snapshot = self._take_snapshot()
-        return holds
 
     def _no_new_hooks(self) -> bool:
         """Called when somebody in this process registered a hook of any kind since this was called last."""
@@ -209,17 +205,6 @@ class WeightsView:
         for value in inner:
             if isinstance(value, torch.Tensor) and value is not tensor:
                 yield from self._unwrap(value)
-
-
-def all_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """`model.modules()`, in another order, without its nested generators: a tenth of the time."""
-    seen, stack = set(), [model]
-    while stack:
-        module = stack.pop()
-        if module is not None and module not in seen:
-            seen.add(module)
-            yield module
-            stack.extend(module._modules.values())
 
 
 def _reads_no_more(module: nn.Module) -> bool:

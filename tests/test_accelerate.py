@@ -184,7 +184,7 @@ def test_each_layers_pool_lies_on_its_device():
     pools = spread_pools()
     for layer, device in enumerate((CPU, META, CPU)):
         pool = pools.pools[pools.group_of[layer]]
-        assert {cache.device for cache in pool.caches(layer)} == {device}
+        assert {tensor.device for tensor in pool.pages(layer).tensors()} == {device}
     assert pools.devices == [CPU, META, CPU] and len(pools.groups) == 3
 
 

@@ -28,6 +28,7 @@ LEVELS = [
         "demo_prompts",
         "fingerprint",
         "rotation",
+        "module_tree",
     },
     {"shared_prefix"},
     {"block_table", "prefix_tree", "weights_view", "demo_model", "request_output", "running", "driving"},

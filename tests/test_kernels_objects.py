@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -74,6 +75,37 @@ def test_dicts(change, at):
     assert snapshot.holds()
     CHANGES[change](dicts[at])
     assert not snapshot.holds()
+
+
+def test_dicts_that_tell_of_another_order_than_they_keep():
+    """torch keeps hooks in such ones, and puts some of them to the front."""
+    hooks = OrderedDict(a=1, b=2)
+    hooks.move_to_end("b", last=False)
+    snapshot = ObjectSnapshot([], [], [hooks])
+    assert list(hooks) == ["b", "a"] and snapshot.holds()
+    hooks["c"] = 3
+    assert not snapshot.holds()
+
+
+def test_a_tensor_whose_address_is_no_number():
+    one = torch.zeros(2).as_subclass(Odd)
+    snapshot = ObjectSnapshot([], [one, *tensors(3)], [])
+    assert snapshot.holds()
+    Odd.address = "nowhere"
+    try:
+        with pytest.raises(TypeError):
+            snapshot.holds()
+    finally:
+        Odd.address = None
+
+
+class Odd(torch.Tensor):
+    address = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        found = super().__torch_function__(function, types, args, kwargs)
+        return cls.address or found
 
 
 def test_an_empty_dict_that_is_filled_before_one_that_lost_as_much():

@@ -88,11 +88,14 @@ def test_which_keys_are_rotated():
     assert not format_of(kv_cache_dtype=INT8, rotate_keys=False).rotates_keys
     layers = {"skip_layers": {0: INT8, 1: "v:int8"}}
     assert [format_of(layer, **layers).rotates_keys for layer in range(3)] == [True, False, False]
-    # True says what is so anyway, and False where there is nothing to rotate changes nothing.
+    # True says what is so anyway; False stays for the format that is chosen next.
     assert PagedCacheConfig(kv_cache_dtype=INT8, rotate_keys=True) == PagedCacheConfig(kv_cache_dtype=INT8)
-    assert PagedCacheConfig(rotate_keys=False) == PagedCacheConfig()
-    off = PagedCacheConfig(kv_cache_dtype=INT8, rotate_keys=False)
-    assert off != PagedCacheConfig(kv_cache_dtype=INT8) and off.rotate_keys is False
+    assert PagedCacheConfig(rotate_keys=False).formats == PagedCacheConfig().formats
+    for off in (
+        PagedCacheConfig(kv_cache_dtype=INT8, rotate_keys=False),
+        dataclasses.replace(PagedCacheConfig(rotate_keys=False), kv_cache_dtype=INT8),
+    ):
+        assert off != PagedCacheConfig(kv_cache_dtype=INT8) and not off.formats.format_of(0).rotates_keys
     assert dataclasses.replace(PagedCacheConfig(), kv_cache_dtype=INT8).formats.format_of(0).rotates_keys
 
 
@@ -216,7 +219,7 @@ def test_pools_are_apart_where_formats_are():
     pools = {key.format: made for key, made in cache._pools.pools.items()}
     assert {kept.key_dtype: made.layers for kept, made in pools.items()} == {E4M3: [0, 2], "auto": [1]}
     assert cache.stats().num_layers == 3
-    dtypes = [made.caches(made.layers[0])[0].dtype for made in pools.values()]
+    dtypes = [made.pages(made.layers[0]).key_cache.dtype for made in pools.values()]
     assert dtypes == [torch.float8_e4m3fn, torch.float32]
 
 

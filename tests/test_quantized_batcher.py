@@ -214,12 +214,12 @@ def fixed(path, model, granularity="per_head", name="fp8_e4m3", factor=0.01) -> 
 
 def test_hashes_tell_formats_and_scales_apart(tmp_path):
     model, row = shared("llama_gqa"), random_text(9, 8)
-    configs = [{}, *(SETTINGS[setting] for setting in ("fp8_e4m3", "fp8_e5m2", "skip", "mixed"))]
+    configs = [{}, *(SETTINGS[setting] for setting in ("fp8_e4m3", "fp8_e5m2", "skip", "mixed", "as_they_come"))]
     configs += [fixed(tmp_path / f"{factor}", model, factor=factor) for factor in (0.01, 0.02)]
     hashes = [first_hash(model, config, row) for config in configs]
     assert len(set(hashes)) == len(configs)
     copied = fixed(tmp_path / "copy", model)  # the same scales from another file are the same
-    assert [first_hash(model, config, row) for config in (configs[0], configs[1], copied)] == [*hashes[:2], hashes[5]]
+    assert [first_hash(model, config, row) for config in (configs[0], configs[1], copied)] == [*hashes[:2], hashes[6]]
 
 
 # Fixed scales

@@ -92,16 +92,27 @@ def test_nan_and_infinity_stay_visible_and_harm_no_other_row():
         assert torch.equal(got[1], read_back(key, name)[1]) and got.isfinite().sum() == got.numel() - 3
 
 
-def test_a_number_that_is_none_spoils_its_rotated_key_and_no_other():
-    cache = PagedCache(config_of("llama"), {"kv_cache_dtype": "int8"})
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "int8"])
+def test_a_number_that_is_none_spoils_its_rotated_key_and_no_other(name, number):
     key, value = random_kv(2, 5)
     bad = key.clone()
-    bad[0, 1, 3, 2] = float("nan")
-    got = cache.update(bad, value, 0)[0] + 0
-    right = PagedCache(config_of("llama"), {"kv_cache_dtype": "int8"}).update(key, value, 0)[0] + 0
-    assert got[0, 1, 3].isnan().any()
+    bad[0, 1, 3, 2] = number
+    got, right = (
+        PagedCache(config_of("llama"), {"kv_cache_dtype": name}).update(keys, value, 0)[0] + 0 for keys in (bad, key)
+    )
+    assert not got[0, 1, 3].isfinite().any()
     got[0, 1, 3] = right[0, 1, 3]
     assert torch.equal(got, right)
+
+
+def test_autocast_does_not_round_keys_before_8_bits_do():
+    key, value = random_kv(2, 5)
+    read = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            read.append(PagedCache(config_of("llama"), {"kv_cache_dtype": "int8"}).update(key, value, 0)[0] + 0)
+    assert torch.equal(*read)
 
 
 @pytest.mark.parametrize("rotated", [False, True])

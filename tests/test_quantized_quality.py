@@ -79,10 +79,14 @@ def perplexity(logprobs, rows):
     return math.exp(-taken.mean())
 
 
+def divergences(reference, other):
+    """KL divergence of each token `[windows, WINDOW]`, nats; window by window, which takes less memory."""
+    return torch.stack([(p.exp() * (p - q)).sum(-1) for p, q in zip(reference, other, strict=True)]).double()
+
+
 def divergence(reference, other):
-    """Mean KL divergence, nats; window by window, which takes less memory."""
-    means = [float((p.exp() * (p - q)).sum(-1).mean()) for p, q in zip(reference, other, strict=True)]
-    return sum(means) / len(means)
+    """Its mean."""
+    return float(divergences(reference, other).mean())
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +110,17 @@ def test_loss_is_that_of_rounding(demo_model, plain, dtype, rotate, most):
     model, rows, reference = demo_model[0], *plain
     simulated = logprobs(model, rows, lambda: Simulation(model.config, dtype, rotate))
     ours = paged(model, rows, kv_cache_dtype=dtype, rotate_keys=None if rotate else False)
-    expected, got = divergence(reference, simulated), divergence(reference, ours)
-    assert abs(got / expected - 1) < 0.1, f"mean KLD {got:.5f}, simulated {expected:.5f}"
+    expected, got = divergences(reference, simulated), divergences(reference, ours)
+    # The last bits of float32 decide between two codes here and there, and after a few layers the two runs round
+    # differently. A few tokens carry much of the mean, which so differs by some 4 % by chance: its own standard error
+    # is allowed for. The typical token's divergence differs by 2 %.
+    typical = float((got.clamp(min=1e-12).log() - expected.clamp(min=1e-12).log()).mean().exp())
+    chance = 2 * float((got - expected).mean(1).std()) / len(rows) ** 0.5
+    got, expected = float(got.mean()), float(expected.mean())
+    assert abs(typical - 1) < 0.1, f"a typical token's KLD is {typical:.3f} times the simulated one"
+    assert abs(got - expected) < 0.1 * expected + chance, (
+        f"mean KLD {got:.5f}, simulated {expected:.5f} +- {chance:.5f}"
+    )
     assert got < most
     assert abs(perplexity(ours, rows) / perplexity(simulated, rows) - 1) < 0.005
 

@@ -27,13 +27,26 @@ def test_scores_are_those_of_keys_and_queries_as_they_come(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_entries_are_powers_of_two_that_low_precision_holds(size):
-    one, part = rotation(size), part_size(size)
+    one = rotation(size)
     for matrix in (one._for_keys, one._for_queries):
-        entries = matrix[matrix != 0].abs().unique()
+        assert matrix.shape == (part_size(size), part_size(size))
+        entries = matrix.abs().unique()
         assert len(entries) == 1 and math.log2(entries.item()).is_integer()
         assert torch.equal(matrix.to(torch.float16).double(), matrix)
-        # Equal parts on the diagonal, nothing beside them.
-        assert torch.equal(matrix != 0, torch.block_diag(*[torch.ones(part, part)] * (size // part)) != 0)
+
+
+def test_parts_are_rotated_by_themselves():
+    key = torch.randn(3, 2, 48, dtype=torch.float64)
+    parts = [rotation(16).keys(part) for part in key.split(16, dim=-1)]
+    assert torch.equal(rotation(48).keys(key), torch.cat(parts, -1))
+
+
+def test_autocast_does_not_round_the_products():
+    one, key = rotation(64, torch.float32), torch.randn(5, 2, 64)
+    for operation in (one.keys, one.queries, one.keys_back):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            under = operation(key)
+        assert under.dtype == torch.float32 and torch.equal(under, operation(key))
 
 
 def test_sizes_and_dtypes():

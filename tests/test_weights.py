@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from weights_helpers import assert_steady, in_place, q_proj, step, watched
 
 from hf_paged.weights import WeightsWatch, weights_changed
+from hf_paged_kernels import ObjectSnapshot
 
 
 def load_assigned(model):
@@ -87,6 +88,27 @@ SEEN_BY_CHECK = {
     "buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(2),
     "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5),
 }
+
+
+@pytest.fixture
+def without_snapshots(monkeypatch):
+    """As where the C library is missing."""
+    monkeypatch.setattr(ObjectSnapshot, "available", lambda: False)
+
+
+@pytest.mark.parametrize("name", SEEN_BY_CHECK)
+def test_change_that_leaves_a_trace_without_the_c_library(name, without_snapshots):
+    test_change_that_leaves_a_trace(name, "check")
+
+
+def test_an_equal_number_in_a_buffers_place_is_watched_from_then_on():
+    model = build("llama_gqa")
+    model.register_buffer("factor", torch.ones(()))
+    watch = watched(model)
+    model.factor = torch.ones(())
+    assert not watch.check()
+    model.factor.fill_(2)
+    assert watch.check()
 
 
 @pytest.mark.parametrize("method", ["check", "check_fingerprint"])
@@ -317,5 +339,7 @@ def test_check_costs_little():
 
     both = [(cost(watch.check), cost(lambda: list(map(walk, parameters)))) for _ in range(40)]
     check, versions = (statistics.median(values) for values in zip(*both, strict=True))
-    # Measured: 4 times what reading the version counters alone costs. A walk over the modules costs 50 times that.
-    assert check < 8 * versions and check < 500e-6, f"{check * 1e6:.0f} us, versions alone {versions * 1e6:.0f} us"
+    # Measured: 2.2 times what reading the version counters alone costs, 4 times without the C library. A walk over the
+    # modules costs 50 times that.
+    most = 4 if ObjectSnapshot.available() else 8
+    assert check < most * versions and check < 500e-6, f"{check * 1e6:.0f} us, versions alone {versions * 1e6:.0f} us"

@@ -141,6 +141,7 @@ def sweep(
     skip_layers: Annotated[
         list[str] | None, typer.Option(help="Several: none, 0,1 or worst:2 (largest errors). none if not given.")
     ] = None,
+    no_rotate_keys: Annotated[bool, typer.Option("--no-rotate-keys", help="Keep 8-bit keys as they come.")] = False,
     config: Config = None,
     dtype: DType = "auto",
     device: Device = None,
@@ -177,7 +178,7 @@ def sweep(
         source = _Source(dataset, subset, split, column, path, documents, bos, max_tokens)
         network, tokenizer = _load(model, dtype, device, threads, quiet)
         text = source.text(tokenizer, console)
-        base = {"block_size": block_size}
+        base = {"block_size": block_size} | ({"rotate_keys": False} if no_rotate_keys else {})
         rank = functools.partial(measure_cache, network, text.documents, {**base, "kv_cache_dtype": dtypes[0]})
         skips = sweeps.parse_skips(skip_layers or ["none"], lambda count: rank().worst(count))
         configs = sweeps.candidates(dtypes, kv_scale_granularity or [sweeps.DYNAMIC], skips, base)

@@ -21,6 +21,8 @@ h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
 table { border-collapse: collapse; margin: 0.6em 0; font-size: 14px; }
 th, td { padding: 0.25em 0.8em; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
+td { white-space: nowrap; }
+td.text { white-space: normal; }
 th { background: #f5f5f5; font-weight: 600; }
 .badge { color: #fff; border-radius: 4px; padding: 0.15em 0.6em; font-weight: 600; white-space: nowrap; }
 .plot { overflow-x: auto; } .plot svg { max-width: 100%; height: auto; }

@@ -15,6 +15,7 @@ typedef struct {
     int64_t get;      /* of the descriptor's type: Object (Object descriptor, Object self, Object type) */
     int64_t begins;   /* what a tensor's method data_ptr is in C: Object (Object self, Object without arguments) */
     int64_t number;   /* PyLong_AsLongLong */
+    int64_t occurred; /* PyErr_Occurred */
     int64_t release;  /* Py_DecRef */
     int64_t next;     /* PyDict_Next */
     int64_t version;  /* the descriptor of a tensor's version */
@@ -26,17 +27,18 @@ typedef struct {
 typedef Object (*Get)(Object, Object, Object);
 typedef Object (*Begins)(Object, Object);
 typedef long long (*Number)(Object);
+typedef Object (*Occurred)(void);
 typedef void (*Release)(Object);
 typedef int (*Next)(Object, ptrdiff_t *, Object *, Object *);
 
 #define AS(type, field) ((type)(intptr_t)(field))
 
-/* The value of an integer that was made for this, which goes; 0 where none was made. */
+/* The value of an integer that was made for this, which goes; 0 where none was made, or something else. */
 static int take(const Snapshot *now, Object made, int64_t *value) {
     if (made == NULL) return 0;
     *value = AS(Number, now->number)(made);
     AS(Release, now->release)(made);
-    return 1;
+    return *value != -1 || AS(Occurred, now->occurred)() == NULL;
 }
 
 /* 1 where all is as it was, 0 where something is not, -1 where Python raised an exception. */

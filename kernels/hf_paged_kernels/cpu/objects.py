@@ -1,9 +1,9 @@
 """Whether tensors and dicts are still what they were, looked at in C.
 
 Contract: an `ObjectSnapshot` compares versions and addresses of tensors by value and entries of dicts by identity, in
-their order. So "holds" is certain, while "does not" may also mean that something was replaced by its equal. It keeps
-what it was made of alive. There are none without the C library, nor on a Python that objects.c cannot look into: one
-without a lock, or whose objects move.
+the order that a plain dict has. So "holds" is certain, while "does not" may also mean that something was replaced by its
+equal. It keeps what it was made of alive. There are none without the C library, nor on a Python that objects.c cannot
+look into: one without a lock, or whose objects move.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from . import load
 
-_FIELDS = struct.Struct("=16q")
+_FIELDS = struct.Struct("=17q")
 _GET, _NOARGS = 54, 4  # Py_tp_descr_get and METH_NOARGS of Python's stable interface
 
 
@@ -40,7 +40,7 @@ def _interface() -> tuple[int, ...] | None:
     python, method, version = ctypes.pythonapi, torch.empty(0).data_ptr, vars(torch._C.TensorBase)["_version"]
     if type(method) is not type(len) or _function("PyCFunction_GetFlags", ctypes.c_int)(method) != _NOARGS:
         return None
-    functions = (python.PyLong_AsLongLong, python.Py_DecRef, python.PyDict_Next)
+    functions = (python.PyLong_AsLongLong, python.PyErr_Occurred, python.Py_DecRef, python.PyDict_Next)
     return (
         _function("PyType_GetSlot", ctypes.c_void_p, ctypes.c_int)(type(version), _GET),
         _function("PyCFunction_GetFunction", ctypes.c_void_p)(method),
@@ -72,7 +72,8 @@ class ObjectSnapshot:
         self, versioned: Sequence[torch.Tensor], pointed: Sequence[torch.Tensor], dicts: Sequence[dict]
     ) -> None:
         self._holds = _entry()
-        entries = [part for each in dicts for entry in each.items() for part in entry]
+        # In a dict's own order, as C reads it: an OrderedDict tells of another one.
+        entries = [part for each in dicts for entry in dict.items(each) for part in entry]
         arrays = [
             _pointers(versioned),
             _pointers(pointed),

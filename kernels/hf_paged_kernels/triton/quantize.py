@@ -125,9 +125,12 @@ def write(arch: str, sides: list, slot_mapping: torch.Tensor) -> None:
 
     sides: one or two of (rows [T, KH, D], cache, scale), K's and V's
     """
-    sides = [(_rows(rows), *runtime.codes_of(cache), scale) for rows, cache, scale in sides]
-    if len({side[0].dtype for side in sides}) > 1:
-        sides = [(side[0].float(), *side[1:]) for side in sides]
+    sides = [(_rows(rows), cache, scale) for rows, cache, scale in sides]
+    if len({rows.dtype for rows, *_ in sides}) > 1:
+        for side in sides:  # a kernel reads one type
+            write(arch, [side], slot_mapping)
+        return
+    sides = [(rows, *runtime.codes_of(cache), scale) for rows, cache, scale in sides]
     (rows, cache, _, _), num_sides = sides[0], len(sides)
     vec = variants.VEC_BYTES
     aligned = all(runtime.is_aligned(tensor, vec) for side in sides for tensor in side[:2])
