@@ -1,9 +1,9 @@
 """Whether tensors and dicts are still what they were, looked at in C.
 
 Contract: an `ObjectSnapshot` compares versions and addresses of tensors by value and entries of dicts by identity, in
-the order that a plain dict has. So "holds" is certain, while "does not" may also mean that something was replaced by its
-equal. It keeps what it was made of alive. There are none without the C library, nor on a Python that objects.c cannot
-look into: one without a lock, or whose objects move.
+the order that a plain dict has. So "holds" is certain, while "does not" may also mean that something was replaced by an
+equal one. It keeps what it was made of alive. There are none without the C library, nor on a Python that objects.c
+cannot look into: one without a lock, or whose objects move.
 """
 
 from __future__ import annotations
