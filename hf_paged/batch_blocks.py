@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .blocks_ahead import BlocksAhead
 from .cache_group import CacheGroup
 from .prefix_cache import PrefixCache, PrefixHit
 from .request import Request
@@ -32,6 +33,9 @@ class BatchBlocks:
     def __init__(self, batch: RunningBatch, groups: Sequence[CacheGroup], prefix: PrefixCache | None = None) -> None:
         self.batch, self.groups, self.block_size, self.prefix = batch, list(groups), batch.block_size, prefix
         self.pending_copies: list[dict[int, int]] = [{} for _ in self.groups]
+        if batch.native is not None:
+            for group, rows in zip(self.groups, batch.native.groups, strict=True):
+                group.ahead = BlocksAhead(rows)
 
     # Decoding rows
 
@@ -40,12 +44,16 @@ class BatchBlocks:
 
         Groups that were served before one that could not be keep what they got; it is used the next time.
         """
-        batch, count = self.batch, self.batch.num_decode
-        computed = batch.num_computed[:count]
-        for index, covered in enumerate(batch.covered):
-            short = (computed >= covered[:count]).nonzero()[0]
-            if len(short) and not self._extend(index, short.tolist()):
-                return False
+        batch = self.batch
+        unserved = batch.reserve()
+        if unserved:
+            count = batch.num_decode
+            for index, group in enumerate(self.groups):
+                if unserved >> index & 1:
+                    short = (batch.num_computed[:count] >= batch.covered[index][:count]).nonzero()[0]
+                    if len(short) and not self._extend(index, short.tolist()):
+                        return False
+                    group.offer(len(short))
         return True
 
     def extend(self, request: Request) -> bool:
@@ -82,7 +90,7 @@ class BatchBlocks:
             tables[row, end // size] = block
             slots[row] = block * size
             covered[row] = end + size
-        batch.dirty[index].update(rows)
+        batch.dirty[index][rows] = True
         return True
 
     def _fill_up(self, index: int, partial: Sequence[tuple[int, int]], num_others: int) -> bool:
@@ -206,7 +214,7 @@ class BatchBlocks:
     def reset(self) -> None:
         """Have every block free and no row in use, also after something was cut off half-way."""
         for group, copies in zip(self.groups, self.pending_copies, strict=True):
-            group.manager.reset()
+            group.reset()
             copies.clear()
         self.batch.clear()
         if self.prefix is not None:

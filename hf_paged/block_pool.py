@@ -75,17 +75,22 @@ class BlockPool:
     def allocate_many(self, count: int) -> list[int]:
         """Take several free blocks, in the order in which `allocate` would. RuntimeError, and nothing, if too few."""
         self.require(count, "allocating blocks")
-        reused = self._freed[: -count - 1 : -1]
-        if reused:
-            del self._freed[-len(reused) :]
-        last = min(self._first_unused + count - len(reused), len(self.ref_counts))
-        block_ids = [*reused, *range(self._first_unused, last)]
-        self._first_unused = last
+        block_ids = self.upcoming(count)
+        num_reused = min(count, len(self._freed))
+        if num_reused:
+            del self._freed[-num_reused:]
+        self._first_unused += len(block_ids) - num_reused
         while len(block_ids) < count:
             block_ids.append(self._evict())
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
         return block_ids
+
+    def upcoming(self, count: int) -> list[int]:
+        """The next blocks, at most `count`, that `allocate` would return before it evicts any; nothing is taken."""
+        reused = self._freed[: -count - 1 : -1]
+        last = min(self._first_unused + count - len(reused), len(self.ref_counts))
+        return [*reused, *range(self._first_unused, last)]
 
     def acquire(self, block_id: int) -> None:
         """Add a holder to a held or cached block. ValueError for a free block or one that does not exist."""

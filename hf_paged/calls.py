@@ -105,8 +105,8 @@ class Call:
                 now = time.perf_counter()
                 if now - shown > 0.2 or self.is_finished:
                     shown = now
-                    tokens = sum(len(request.output_token_ids) for request in self.requests)
-                    use = self.batcher.stats().utilization
+                    use = self.batcher.stats().utilization  # first: after it all tokens are noted
+                    tokens = sum(len(request.noted_token_ids) for request in self.requests)
                     bar.n = len(self.requests) - self.left
                     bar.set_postfix_str(f"{tokens / (now - start):.0f} tokens/s, KV {use:.0%}")
 

@@ -284,7 +284,7 @@ class Engine:
         if self.runner is None:
             return self._last_stats
         with self._whole():
-            pass
+            self.scheduler.settle()
         runner = self.runner
         return BatcherStats.of(runner.pools, self.scheduler, self.times, runner.graph_steps, runner.compiled_steps)
 
@@ -293,7 +293,7 @@ class Engine:
         if self.runner is None:
             return
         with self._whole():
-            pass
+            self.scheduler.settle()
         self.scheduler.check_integrity()
         known = {request.key for _, request in self.scheduler._waiting if not request.is_finished}
         known |= {request.key for request in self.scheduler.batch.requests}

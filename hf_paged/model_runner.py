@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from transformers.utils import logging
 
+from hf_paged_kernels import DecodeRows
+
 from .config import PagedCacheConfig, SchedulerConfig
 from .graphs import GraphRunner, capture_for, graph_sizes
 from .kv_scales import for_cache
@@ -56,7 +58,8 @@ class ModelRunner:
         prefix = None
         if cache_config.enable_prefix_caching:
             prefix = PrefixCache(self.pools.groups, content_key=self.pools.content_key())
-        self.scheduler = Scheduler(self.pools.groups, scheduler_config, prefix)
+        native = DecodeRows if DecodeRows.available(len(self.pools.groups)) else None
+        self.scheduler = Scheduler(self.pools.groups, scheduler_config, prefix, native)
         self.cache = PackedCache(self.pools, plan.windows)
         self.builder = StepBuilder(
             self.scheduler.batch,

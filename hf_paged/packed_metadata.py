@@ -189,8 +189,10 @@ class StepBuilder:
         self._serial += 1
         step.serial = self._serial
         if count:
-            rows = slice(0, count) if output.decode_rows is None else output.decode_rows
-            longest = int(batch.num_computed[rows].max()) + 1
+            longest = output.longest
+            if not longest:
+                rows = slice(0, count) if output.decode_rows is None else output.decode_rows
+                longest = int(batch.num_computed[rows].max()) + 1
             for group in step.groups:
                 group.max_decode_len = longest
         if self._sends:
@@ -309,11 +311,11 @@ class _Tables:
         dirty = self._batch.dirty[self._index]
         if array is not self._array:
             self._array, self._tensor = array, torch.from_numpy(array).to(self._device)
-        elif dirty:
-            rows = sorted(dirty)
-            index = torch.tensor(rows, device=self._device)
+        elif dirty.any():
+            rows = dirty.nonzero()[0]
+            index = torch.from_numpy(rows).to(self._device)
             self._tensor.index_copy_(0, index, torch.from_numpy(array[rows]).to(self._device))
-        dirty.clear()
+        dirty[:] = False
         return self._tensor
 
     def rows(self, count: int, chosen: np.ndarray | None) -> torch.Tensor:

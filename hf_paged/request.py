@@ -1,7 +1,8 @@
 """The requests of a batcher.
 
 Contract: a `Request` is the batcher's own and changes with every step; its lists of tokens and of what is recorded
-with them only ever grow (see `RequestOutput`, which relies on that). No torch in this file.
+with them only ever grow (see `RequestOutput`, which relies on that). The newest output tokens of a running request may
+still lie in its batch; `output_token_ids` fetches them, which takes the lock of the batcher. No torch in this file.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Request:
 
     Attributes:
         num_computed_tokens: tokens whose KV is written. While it runs, the scheduler's arrays are ahead of this.
+        noted_token_ids: its output, perhaps without the tokens of the latest steps; can be read at any time.
         row: its row in the running batch, -1 while it does not run.
+        batch: the running batch that it has a row in, or None.
         is_plain: whether its next token is just the most likely one.
         prefix_node: the findable block (see `prefix_tree`) behind which its next one is recorded; None where it is not.
         samples: further samples of this prompt, which begin when the prompt is computed.
@@ -65,6 +68,7 @@ class Request:
         "adapter_name",
         "arrival",
         "awaited",
+        "batch",
         "cache_salt",
         "checks_stop",
         "decode",
@@ -86,7 +90,7 @@ class Request:
         "num_computed_tokens",
         "order",
         "prefix_node",
-        "output_token_ids",
+        "noted_token_ids",
         "owner",
         "priority",
         "prompt_logprobs",
@@ -121,7 +125,7 @@ class Request:
     ) -> None:
         self.request_id, self.index, self.key = request_id, index, key
         self.prompt_token_ids = tuple(prompt_token_ids)
-        self.output_token_ids: list[int] = []
+        self.noted_token_ids: list[int] = []
         self.max_tokens = max_tokens
         self.eos_token_ids = tuple(eos_token_ids)
         self.priority = priority
@@ -135,6 +139,7 @@ class Request:
         self.num_cached_tokens = 0
         self.prefix_node: Any = None
         self.row = -1
+        self.batch: Any = None
         self.samples: list[Request] = []
         self.owner: Any = None
         self.awaited = self.is_followed = False
@@ -157,8 +162,16 @@ class Request:
         self.finished: float | None = None
 
     def __repr__(self) -> str:
-        tokens = f"{len(self.prompt_token_ids)}+{len(self.output_token_ids)} tokens"
+        tokens = f"{len(self.prompt_token_ids)}+{len(self.noted_token_ids)} tokens"
         return f"Request({self.request_id!r}, index={self.index}, {self.status.value}, {tokens})"
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens sampled so far."""
+        batch = self.batch
+        if batch is not None and batch.num_recent:
+            batch.note_tokens()
+        return self.noted_token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -174,9 +187,10 @@ class Request:
         length = len(self.prompt_token_ids)
         if last <= length:
             return list(self.prompt_token_ids[first:last])
+        output = self.output_token_ids
         if first >= length:
-            return self.output_token_ids[first - length : last - length]
-        return [*self.prompt_token_ids[first:], *self.output_token_ids[: last - length]]
+            return output[first - length : last - length]
+        return [*self.prompt_token_ids[first:], *output[: last - length]]
 
     def token_tuple(self, first: int, last: int) -> tuple[int, ...]:
         """The same as a tuple, which costs nothing but the copy where it is all prompt."""

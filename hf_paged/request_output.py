@@ -97,7 +97,7 @@ class RequestOutput:
 
     @property
     def new_token_ids(self) -> tuple[int, ...]:
-        return tuple(self._request.output_token_ids[self._first : self._length])
+        return tuple(self._request.noted_token_ids[self._first : self._length])
 
     @property
     def error(self) -> BaseException | None:
@@ -125,7 +125,7 @@ class RequestOutput:
 
     @property
     def output_token_ids(self) -> tuple[int, ...]:
-        return tuple(self._request.output_token_ids[: self._length])
+        return tuple(self._request.noted_token_ids[: self._length])
 
     @property
     def text(self) -> str | None:
@@ -185,7 +185,7 @@ class RequestOutput:
         # A deep copy and a pickle keep what is seen: neither the batcher's live lists nor a tokenizer.
         length, text = self._length, self.text
         frozen = Request(self.request_id, self.prompt_token_ids, key=-1, max_tokens=0, index=self.index)
-        frozen.output_token_ids = list(self.output_token_ids)
+        frozen.noted_token_ids = list(self.output_token_ids)
         frozen.delivered, frozen.num_cached_tokens = self._first, self.num_cached_tokens
         frozen.finish_reason, frozen.error = self.finish_reason, self.error
         frozen.logprobs, frozen.prompt_logprobs = self.logprobs, self.prompt_logprobs

@@ -3,18 +3,22 @@
 Contract: rows `0 .. num_rows - 1` are in use and lie together; the first `num_decode` of them are decoding (all of
 their tokens but the newest are computed), the others still compute their prompt. A row moves only when a request
 leaves or begins to decode. `block_tables[g]` is the block table of group `g`, written only where a block changed.
-No torch in this file.
+The tokens of the latest steps lie in an array and reach the lists of the requests when somebody asks for them. What
+steady decode does in every step is done in C where there is a library for it (`DecodeRows` of hf_paged_kernels, which
+comes as an argument), else in numpy. No torch in this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from .request import Request
 
 _FIRST_COLUMNS = 8
+RECENT_STEPS = 64  # whose tokens may lie in the array at most
 
 
 class RunningBatch:
@@ -24,10 +28,14 @@ class RunningBatch:
         max_num_seqs: rows that there are.
         num_groups: groups of cache layers, each with its own block tables.
         block_size: tokens in a block.
+        decode_rows: makes the DecodeRows of `num_groups` and `block_size`; None for numpy.
 
     Attributes:
         requests: the request of each row in use.
-        append_token: for each of them, what adds a token to its output.
+        outputs: for each of them its `noted_token_ids`.
+        num_recent: steps whose tokens the requests have not got yet.
+        native: the DecodeRows, or None.
+        longest: largest length of a decoding row with its next token, after `reserve`; 0 where that is not known.
         num_computed: `[max_num_seqs]` int64, tokens whose KV is written; of a decoding row also the position of the
             token that it computes next.
         seq_lens: `[max_num_seqs]` int32, of a decoding row: its length with that token.
@@ -41,14 +49,20 @@ class RunningBatch:
         slots: a group each, `[max_num_seqs]` int64, of a decoding row: where that token's KV goes. Meaningless while
             no block covers the token.
         block_tables: a group each, `[max_num_seqs, max_blocks]` int32, -1 where there is no block.
-        dirty: a group each, rows whose block table changed since somebody last emptied the set.
+        dirty: a group each, `[max_num_seqs]` bool: rows whose block table changed since somebody last unset it.
         tables_version: rises when a table was made larger.
     """
 
-    def __init__(self, max_num_seqs: int, num_groups: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        num_groups: int,
+        block_size: int,
+        decode_rows: Callable[[int, int], Any] | None = None,
+    ) -> None:
         self.block_size = block_size
         self.requests: list[Request] = []
-        self.append_token: list[Callable[[int], None]] = []
+        self.outputs: list[list[int]] = []
         self.num_decode = 0
         # What rises by one for every decoding row in every step lies together, so that one addition does it.
         self._rising = np.zeros((2 + num_groups, max_num_seqs), dtype=np.int64)
@@ -61,10 +75,37 @@ class RunningBatch:
         self.covered = [np.zeros(max_num_seqs, dtype=np.int64) for _ in range(num_groups)]
         self.released = [np.zeros(max_num_seqs, dtype=np.int64) for _ in range(num_groups)]
         self.block_tables = [np.full((max_num_seqs, _FIRST_COLUMNS), -1, dtype=np.int32) for _ in range(num_groups)]
-        self.dirty: list[set[int]] = [set() for _ in range(num_groups)]
-        self.tables_version = 0
+        self.dirty = [np.zeros(max_num_seqs, dtype=bool) for _ in range(num_groups)]
+        self.tables_version = self.longest = 0
+        self._keys = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self._recent = np.zeros((RECENT_STEPS, max_num_seqs), dtype=np.int64)
+        self._ended = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_recent = self._recent_rows = 0
         self._with_eos = 0  # rows that an end-of-sequence token can end
         self._steps_left = 0  # for so many steps no decoding row reaches its length; 0 when that is not known
+        self.native = None if decode_rows is None else decode_rows(num_groups, block_size)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Tell the C code where the arrays are, now and when one is replaced."""
+        if self.native is None:
+            return
+        self.native.bind(
+            num_computed=self.num_computed,
+            num_tokens=self.num_tokens,
+            last_token=self.last_token,
+            max_tokens=self.max_tokens,
+            keys=self._keys,
+            seq_lens=self.seq_lens,
+            eos=self.eos,
+            recent=self._recent,
+            ended=self._ended,
+        )
+        for index, rows in enumerate(self.native.groups):
+            tables = self.block_tables[index]
+            rows.point(slots=self.slots[index], covered=self.covered[index], tables=tables, dirty=self.dirty[index])
+            rows.columns = tables.shape[1]
 
     @property
     def num_rows(self) -> int:
@@ -78,9 +119,10 @@ class RunningBatch:
         """Give a request a row, without any block yet; return it."""
         row = self.num_rows
         self.requests.append(request)
-        self.append_token.append(request.output_token_ids.append)
-        request.row = row
+        self.outputs.append(request.noted_token_ids)
+        request.row, request.batch = row, self
         self.num_computed[row] = request.num_computed_tokens
+        self._keys[row], self._num_prompt[row] = request.key, len(request.prompt_token_ids)
         self.num_tokens[row] = request.num_tokens
         self.max_tokens[row] = request.max_tokens
         self.last_token[row] = (request.output_token_ids or request.prompt_token_ids)[-1]
@@ -88,6 +130,7 @@ class RunningBatch:
             wider = np.full((self.max_num_seqs, len(request.eos_token_ids)), -1, dtype=np.int64)
             wider[:, : self.eos.shape[1]] = self.eos
             self.eos = wider
+            self._bind()
         self.eos[row] = -1
         self.eos[row, : len(request.eos_token_ids)] = request.eos_token_ids
         self.is_plain[row] = request.is_plain
@@ -96,11 +139,12 @@ class RunningBatch:
         for group, covered in enumerate(self.covered):
             covered[row] = self.released[group][row] = 0
             self.block_tables[group][row] = -1
-            self.dirty[group].add(row)
+            self.dirty[group][row] = True
         return row
 
     def begin_decode(self, row: int) -> int:
         """Move a row that has computed its prompt among the decoding ones; return its new place."""
+        self.note_tokens()
         first, self._steps_left = self.num_decode, 0
         self._swap(row, first)
         self.num_decode = first + 1
@@ -116,6 +160,27 @@ class RunningBatch:
         if column < table.shape[1]:  # else there is no block yet
             self.slots[group][row] = int(table[row, column]) * self.block_size + offset
 
+    def reserve(self) -> int:
+        """Give decoding rows that need one the block of their next token, as far as blocks may be taken in C.
+
+        Returns a bit for each group in which some row has none afterwards; all bits where there is no C library.
+        """
+        if self.native is None:
+            return -1
+        unserved, self.longest = self.native.reserve(self.num_decode)
+        return unserved
+
+    def note_tokens(self) -> None:
+        """Add to the outputs of the requests what the latest steps sampled; it can be cut off and begun again."""
+        steps, count = self.num_recent, self._recent_rows
+        if not steps:
+            return
+        lengths = (self.num_tokens[:count] - self._num_prompt[:count]).tolist()
+        tokens = self._recent[:steps, :count].T.tolist()
+        for output, length, latest in zip(self.outputs, lengths, tokens, strict=False):  # prompts have rows behind them
+            output.extend(latest[max(0, steps - (length - len(output))) :])
+        self.num_recent = 0
+
     def advance(self, rows: np.ndarray | None, count: int, tokens: Sequence[int]) -> list[int]:
         """Count one token more of decoding rows; return the rows that it ends.
 
@@ -124,16 +189,31 @@ class RunningBatch:
             tokens: the tokens that follow.
         """
         if rows is not None:
+            self.note_tokens()
+            for row, token in zip(rows.tolist(), tokens, strict=True):
+                self.outputs[row].append(token)
             self._rising[:, rows] += 1
             self.seq_lens[rows] += 1
             self.last_token[rows] = tokens
             hit = self.num_tokens[rows] >= self.max_tokens[rows]
             hit |= (self.eos[rows] == self.last_token[rows, None]).any(axis=1)
             return rows[hit].tolist()
-        rising, lens, last = self._rising[:, :count], self.seq_lens[:count], self.last_token[:count]
+        step = self.num_recent
+        if step == RECENT_STEPS:
+            self.note_tokens()
+            step = 0
+        last = self.last_token[:count]
+        last[:] = tokens
+        self._recent_rows = count
+        if self.native is not None:
+            num_ended = self.native.advance(count, step)
+            self.num_recent = step + 1
+            return self._ended[:num_ended].tolist() if num_ended else []
+        rising, lens = self._rising[:, :count], self.seq_lens[:count]
+        self._recent[step, :count] = last
         np.add(rising, 1, out=rising)
         np.add(lens, 1, out=lens)
-        last[:] = tokens
+        self.num_recent = step + 1
         self._steps_left -= 1
         hit = None
         if self._steps_left <= 0:
@@ -148,24 +228,28 @@ class RunningBatch:
 
     def remove(self, row: int) -> Request:
         """Take a request out; other rows move so that those in use stay together."""
+        self.note_tokens()
         request, last = self.requests[row], self.num_rows - 1
         self._with_eos -= bool(request.eos_token_ids)
         self._steps_left = 0
         request.num_computed_tokens = int(self.num_computed[row])
-        request.row = -1
+        request.row, request.batch = -1, None
         if row < self.num_decode:
             self.num_decode -= 1
             self._move(self.num_decode, row)
             row = self.num_decode
         self._move(last, row)
         self.requests.pop()
-        self.append_token.pop()
+        self.outputs.pop()
         return request
 
     def clear(self) -> None:
         """Have no row in use."""
+        self.note_tokens()
+        for request in self.requests:
+            request.batch = None
         self.requests.clear()
-        self.append_token.clear()
+        self.outputs.clear()
         self.num_decode = self._with_eos = self._steps_left = 0
 
     def set_block(self, group: int, row: int, index: int, block_ids: int | Sequence[int]) -> None:
@@ -174,7 +258,7 @@ class RunningBatch:
         if stop > self.block_tables[group].shape[1]:
             self.widen(group, stop)
         self.block_tables[group][row, index:stop] = block_ids
-        self.dirty[group].add(row)
+        self.dirty[group][row] = True
 
     def set_table(self, group: int, row: int, table: Sequence[int]) -> None:
         """Write a row's whole table."""
@@ -188,10 +272,11 @@ class RunningBatch:
         wider[:, : old.shape[1]] = old
         self.block_tables[group] = wider
         self.tables_version += 1
+        self._bind()
 
     def _arrays(self):
         yield from (self.num_computed, self.seq_lens, self.num_tokens, self.max_tokens)
-        yield from (self.last_token, self.eos, self.is_plain)
+        yield from (self.last_token, self.eos, self.is_plain, self._keys, self._num_prompt)
         yield from self.covered
         yield from self.slots
         yield from self.released
@@ -204,18 +289,18 @@ class RunningBatch:
             array[destination] = array[source]
         request = self.requests[source]
         self.requests[destination] = request
-        self.append_token[destination] = self.append_token[source]
+        self.outputs[destination] = self.outputs[source]
         request.row = destination
-        for rows in self.dirty:
-            rows.add(destination)
+        for dirty in self.dirty:
+            dirty[destination] = True
 
     def _swap(self, row: int, other: int) -> None:
         if row == other:
             return
         for array in self._arrays():
             array[[row, other]] = array[[other, row]]
-        for values in (self.requests, self.append_token):
+        for values in (self.requests, self.outputs):
             values[row], values[other] = values[other], values[row]
         self.requests[row].row, self.requests[other].row = row, other
-        for rows in self.dirty:
-            rows.update((row, other))
+        for dirty in self.dirty:
+            dirty[[row, other]] = True

@@ -12,7 +12,8 @@ in the order ever gives way, so the first of all keeps its blocks until it ends.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 
 import numpy as np
 
@@ -48,13 +49,14 @@ class SchedulerOutput:
         decode_rows: which they are, `[num_decode]` int64; None for rows 0 to num_decode - 1.
         prefills: the chunks, in the order in which they are packed.
         num_tokens: tokens in all.
+        longest: largest length of a decoding row with its token of this step; 0 where that is not known.
         preempted, failed: requests that lost their blocks, and that cannot go on at all.
     """
 
-    __slots__ = ("decode_rows", "failed", "num_decode", "num_tokens", "preempted", "prefills")
+    __slots__ = ("decode_rows", "failed", "longest", "num_decode", "num_tokens", "preempted", "prefills")
 
     def __init__(self) -> None:
-        self.num_decode = self.num_tokens = 0
+        self.num_decode = self.num_tokens = self.longest = 0
         self.decode_rows: np.ndarray | None = None
         self.prefills: list[Prefill] = []
         self.preempted: list[Request] = []
@@ -72,14 +74,19 @@ class Scheduler:
         groups: the groups of cache layers, one at least; all of one block size.
         config: with `max_num_batched_tokens` filled in.
         prefix: what finds blocks that hold the beginning of a request already, or None.
+        decode_rows: see RunningBatch.
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], config: SchedulerConfig, prefix: PrefixCache | None = None
+        self,
+        groups: Sequence[CacheGroup],
+        config: SchedulerConfig,
+        prefix: PrefixCache | None = None,
+        decode_rows: Callable[[int, int], Any] | None = None,
     ) -> None:
         self.groups, self.config, self.prefix = list(groups), config, prefix
         self.block_size = groups[0].manager.block_size
-        self.batch = RunningBatch(config.max_num_seqs, len(self.groups), self.block_size)
+        self.batch = RunningBatch(config.max_num_seqs, len(self.groups), self.block_size, decode_rows)
         self.num_preemptions = 0
         self.blocks = BatchBlocks(self.batch, self.groups, prefix)
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap; finished ones are dropped when met
@@ -156,16 +163,10 @@ class Scheduler:
         Returns:
             The requests that reached an end-of-sequence token or their length; they are still running.
         """
-        batch, count = self.batch, output.num_decode
-        ended: list[Request] = []
+        batch, count, ended = self.batch, output.num_decode, []
         if count:
-            rows, mine = output.decode_rows, tokens if len(tokens) == count else tokens[:count]
-            append_token = batch.append_token
-            if rows is not None:
-                append_token = [append_token[row] for row in rows.tolist()]
-            for append, token in zip(append_token, mine, strict=False):  # further rows still compute their prompts
-                append(token)
-            ended = [batch.requests[row] for row in batch.advance(rows, count, mine)]
+            mine = tokens if len(tokens) == count else tokens[:count]
+            ended = [batch.requests[row] for row in batch.advance(output.decode_rows, count, mine)]
         if output.prefills:
             self._update_prefills(output, tokens[count:], ended)
         if failed:
@@ -226,7 +227,9 @@ class Scheduler:
             rows = [request.row for request in chosen if request.row >= 0]
             output.decode_rows, output.num_decode = np.array(rows, dtype=np.int64), len(rows)
             return
-        if not self.blocks.extend_all():
+        if self.blocks.extend_all():
+            output.longest = batch.longest
+        else:
             self._reserve_in_order(output, sorted(batch.requests[: batch.num_decode], key=_order))
         output.num_decode = batch.num_decode
 
@@ -378,6 +381,12 @@ class Scheduler:
                 request.status = RequestStatus.PREEMPTED
             if request.key not in attached:
                 self.add(request)
+
+    def settle(self) -> None:
+        """Have block managers and requests know what the latest steps took and sampled."""
+        self.batch.note_tokens()
+        for group in self.groups:
+            group.settle()
 
     def check_integrity(self) -> None:
         """Raise AssertionError, saying what is wrong, unless arrays, block tables and pools agree. Slow."""

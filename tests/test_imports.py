@@ -32,7 +32,7 @@ LEVELS = [
     },
     {"shared_prefix"},
     {"block_table", "prefix_tree", "weights_view", "demo_model", "request_output", "running", "driving"},
-    {"block_manager", "cache_group", "prefix_cache", "prefix_admission"},
+    {"block_manager", "blocks_ahead", "cache_group", "prefix_cache", "prefix_admission"},
     {"batch_blocks", "scheduler", "packed_metadata", "kv_pages", "kv_pool", "metadata", "weights"},
     {"adapters", "lazy", "padding", "placement", "row_processors", "switch"},
     {"rows", "model_watch", "kv_shapes"},
@@ -54,7 +54,16 @@ LEVELS = [
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 WITHOUT_TORCH = {
     *("config", "kv_format", "request", "request_output", "block_pool", "block_table", "block_manager", "cache_group"),
-    *("prefix_tree", "prefix_cache", "prefix_admission", "running", "batch_blocks", "scheduler", "driving"),
+    *(
+        "blocks_ahead",
+        "prefix_tree",
+        "prefix_cache",
+        "prefix_admission",
+        "running",
+        "batch_blocks",
+        "scheduler",
+        "driving",
+    ),
 }
 MAY_IMPORT_KERNELS = {
     "weights_view",
@@ -66,6 +75,7 @@ MAY_IMPORT_KERNELS = {
     "attention",
     "packed_attention",
     "fingerprint",
+    "model_runner",
 }
 
 SOURCE_FOLDERS = ["hf_paged", "kernels", "eval", "tests", "examples", "docs", ".ci"]

@@ -273,8 +273,9 @@ PROMPTS = st.lists(st.integers(2, 3), min_size=1, max_size=22)
         min_size=1,
         max_size=14,
     ),
+    st.sampled_from([1, 4, 1000]),
 )
-def test_random_traces(num_blocks, windows, hash_function, chunk, requests):
+def test_random_traces(num_blocks, windows, hash_function, chunk, requests, looks):
     simulation = shared(
         num_blocks=num_blocks,
         windows=windows,
@@ -282,6 +283,7 @@ def test_random_traces(num_blocks, windows, hash_function, chunk, requests):
         chunked_prefill_size=chunk,
         max_num_seqs=5,
         max_num_batched_tokens=16,
+        looks=looks,
     )
     for prompt, new, samples, salt, steps in requests:
         made = simulation.add(prompt, new=new, samples=samples, salt=salt, eos=(2 + (new * 31) % 97,))

@@ -204,8 +204,12 @@ REQUEST = st.tuples(
     chunk=st.sampled_from([None, 1, 5]),
     policy=st.sampled_from(["fcfs", "priority"]),
     aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=4),
+    native=st.booleans(),
+    looks=st.sampled_from([1, 3, 1000]),
 )
-def test_nothing_deadlocks(requests, num_blocks, block_size, windows, max_num_seqs, budget, chunk, policy, aborts):
+def test_nothing_deadlocks(
+    requests, num_blocks, block_size, windows, max_num_seqs, budget, chunk, policy, aborts, native, looks
+):
     run = Simulation(
         num_blocks,
         block_size,
@@ -214,6 +218,8 @@ def test_nothing_deadlocks(requests, num_blocks, block_size, windows, max_num_se
         max_num_batched_tokens=budget,
         chunked_prefill_size=chunk,
         policy=policy,
+        native=native,
+        looks=looks,
     )
     arrivals = sorted(requests, key=lambda request: request[4])
     step = 0

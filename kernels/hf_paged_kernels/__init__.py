@@ -23,6 +23,7 @@ import torch
 
 from .checks import check_attention, check_copying, check_scales, check_tensor, check_writing
 from .cpu import content_sums
+from .cpu.decode_rows import DecodeRows
 from .cpu.objects import ObjectSnapshot
 from .dispatch import BACKENDS, OPS, backend, choose, describe
 from .ops import call, op_calls, plain_decode, reset_op_calls
@@ -32,6 +33,7 @@ from .shared_prefix import decode_shared, merge_states
 
 __all__ = [
     "BACKENDS",
+    "DecodeRows",
     "OPS",
     "ObjectSnapshot",
     "QMAX",

@@ -35,10 +35,12 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def bookkeeping(num_seqs: int, steps: int = 200) -> tuple[float, float]:
-    """Thread CPU microseconds a step of steady decode: bookkeeping as `stats` tells it, and all of `step` without it.
+def bookkeeping(num_seqs: int, steps: int = 200) -> tuple[float, float, float]:
+    """Microseconds a step of steady decode.
 
-    The second figure holds the forward of the tiny model, sampling, and the outputs.
+    Returns:
+        Bookkeeping as `stats` tells it, the median of thread CPU time; the mean of its wall time, with the steps in
+        which the pools grew; the median thread CPU time of all else: a tiny model's forward, sampling, the outputs.
     """
     scheduler = {"max_num_seqs": num_seqs, "max_num_batched_tokens": 8192}
     with hf_paged.ContinuousBatcher(tiny_model(), scheduler_config=scheduler) as batcher:
@@ -47,13 +49,14 @@ def bookkeeping(num_seqs: int, steps: int = 200) -> tuple[float, float]:
             batcher.add_request(prompt, generation_config={"max_new_tokens": 10 * steps, "do_sample": False})
         for _ in range(20):
             batcher.step()
-        times = []
+        times, start = [], batcher.stats().schedule_seconds
         for _ in range(steps):
             before = time.thread_time_ns()
             batcher.step()
             times.append((time.thread_time_ns() - before) / 1000)
-        inside = batcher.stats().bookkeeping_us
-    return inside, statistics.median(times) - inside
+        stats = batcher.stats()
+    inside = stats.bookkeeping_us
+    return inside, 1e6 * (stats.schedule_seconds - start) / steps, statistics.median(times) - inside
 
 
 def kv_use(model, num_requests: int, block_size: int = 16, max_num_seqs: int = 16, seed: int = 0) -> dict[str, list]:
@@ -144,10 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for count in (64, 256):
-        inside, rest = bookkeeping(count)
+        inside, mean, rest = bookkeeping(count)
         print(
-            f"{count:4} requests in steady decode: bookkeeping {inside:.0f} us a step (thread CPU); everything else "
-            f"of a tiny model's step, RequestOutputs included, {rest:.0f} us"
+            f"{count:4} requests in steady decode: bookkeeping {inside:.0f} us a step (median thread CPU; {mean:.0f} "
+            f"of wall time on average, growing pools included); everything else of a tiny model's step, RequestOutputs "
+            f"included, {rest:.0f} us"
         )
     if options.plot:
         model = AutoModelForCausalLM.from_pretrained(options.model or hf_paged.demo_model_path(), dtype=torch.float32)

@@ -1,0 +1,123 @@
+"""What a step of decoding changes in the rows of a batch, done in C: microseconds where numpy takes tens of them.
+
+Contract: a `DecodeRows` reads and writes numpy arrays that its owner keeps and that `bind` names; rows 0 to count - 1
+take part. `reserve` gives each row whose block is full the next of the blocks that its group may take; `advance` counts
+a token more in each row. Both hold Python's lock, so that no other thread sees half of it, and neither can be
+interrupted. There are none without the C library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from . import load
+
+MAX_GROUPS = 63  # bits of what `reserve` returns
+
+
+class _Fields(ctypes.Structure):
+    def point(self, **arrays: np.ndarray) -> None:
+        """Set fields to where arrays begin, which are contiguous."""
+        for name, array in arrays.items():
+            assert array.flags.c_contiguous and array.dtype == _DTYPES.get(name, np.int64), name
+            setattr(self, name, array.ctypes.data)
+
+
+_DTYPES = {"seq_lens": np.int32, "tables": np.int32, "next": np.int32, "dirty": np.bool_}
+
+
+def _fields(names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+class GroupRows(_Fields):
+    """One group of layers, the struct Group of decode_rows.c. `rows` is the largest number of rows.
+
+    slots     [rows] int64: where the next token of a row goes
+    covered   [rows] int64: tokens that a row has blocks for
+    tables    [rows, columns] int32: block tables
+    dirty     [rows] bool: set where a row's table changes
+    next      [num_next] int32: the blocks that may be taken, in this order
+    takers    [num_next] int64: which row took each of the first `num_taken`, by its key
+    """
+
+    _fields_ = _fields("slots covered tables dirty columns next takers num_next num_taken")
+
+
+class _Rows(_Fields):
+    _fields_ = _fields(
+        "num_computed num_tokens last_token max_tokens keys seq_lens eos recent ended groups "
+        "num_groups rows eos_columns block_size count num_recent longest"
+    )
+
+
+@cache
+def _entries():
+    """The two C functions, called with Python's lock held; None without the library."""
+    library, _ = load()
+    if library is None:
+        return None
+    locked = ctypes.PyDLL(library._name)
+    reserve, advance = locked.hf_paged_reserve, locked.hf_paged_advance
+    reserve.argtypes = advance.argtypes = [ctypes.c_void_p]
+    reserve.restype, advance.restype = ctypes.c_uint64, ctypes.c_int64
+    return reserve, advance
+
+
+class DecodeRows:
+    """The rows of one batch.
+
+    Args:
+        num_groups: groups of layers, up to MAX_GROUPS.
+        block_size: tokens in a block.
+
+    Attributes:
+        groups: a GroupRows for each group; nothing may be taken until its `num_next` says so.
+    """
+
+    @staticmethod
+    def available(num_groups: int) -> bool:
+        """Whether they can be made here, for so many groups."""
+        return num_groups <= MAX_GROUPS and _entries() is not None
+
+    def __init__(self, num_groups: int, block_size: int) -> None:
+        groups = (GroupRows * num_groups)()
+        self.groups: Sequence[GroupRows] = list(groups)  # which keep the array alive
+        self._rows = _Rows(groups=ctypes.addressof(groups), num_groups=num_groups, block_size=block_size)
+        self._address = ctypes.addressof(self._rows)
+        self._reserve, self._advance = _entries()
+
+    def bind(self, **arrays: np.ndarray) -> None:
+        """Say where the arrays are that belong to no group, again whenever one is replaced.
+
+        num_computed, num_tokens, last_token, max_tokens, keys  [rows] int64
+        seq_lens  [rows] int32
+        eos       [rows, columns] int64: tokens that end a row
+        recent    [steps, rows] int64: where each step leaves the newest tokens
+        ended     [rows] int64: which rows ended
+        """
+        rows = self._rows
+        rows.point(**arrays)
+        rows.rows, rows.eos_columns = arrays["eos"].shape
+
+    def reserve(self, count: int) -> tuple[int, int]:
+        """A block for the next token of each of the first `count` rows.
+
+        Returns:
+            A bit for each group that it could not be done for, which is as it was; and the largest length with that
+            token.
+        """
+        self._rows.count = count
+        return self._reserve(self._address), self._rows.longest
+
+    def advance(self, count: int, num_recent: int) -> int:
+        """A token more in each of the first `count` rows, noted in `recent[num_recent]`; how many rows `ended` lists.
+
+        `last_token` holds the tokens.
+        """
+        self._rows.count, self._rows.num_recent = count, num_recent
+        return self._advance(self._address)
