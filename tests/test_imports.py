@@ -31,7 +31,16 @@ LEVELS = [
         "module_tree",
     },
     {"shared_prefix"},
-    {"block_table", "prefix_tree", "weights_view", "demo_model", "request_output", "running", "driving"},
+    {
+        "block_table",
+        "prefix_tree",
+        "weights_view",
+        "demo_model",
+        "request_output",
+        "scheduler_output",
+        "running",
+        "driving",
+    },
     {"block_manager", "blocks_ahead", "cache_group", "prefix_cache", "prefix_admission"},
     {"batch_blocks", "scheduler", "packed_metadata", "kv_pages", "kv_pool", "metadata", "weights"},
     {"adapters", "lazy", "padding", "placement", "row_processors", "switch"},
@@ -62,6 +71,7 @@ WITHOUT_TORCH = {
         "running",
         "batch_blocks",
         "scheduler",
+        "scheduler_output",
         "driving",
     ),
 }
@@ -76,6 +86,7 @@ MAY_IMPORT_KERNELS = {
     "packed_attention",
     "fingerprint",
     "model_runner",
+    "rotation",
 }
 
 SOURCE_FOLDERS = ["hf_paged", "kernels", "eval", "tests", "examples", "docs", ".ci"]

@@ -24,6 +24,7 @@ import torch
 from .checks import check_attention, check_copying, check_scales, check_tensor, check_writing
 from .cpu import content_sums
 from .cpu.decode_rows import DecodeRows
+from .cpu.hadamard import hadamard_product
 from .cpu.objects import ObjectSnapshot
 from .dispatch import BACKENDS, OPS, backend, choose, describe
 from .ops import call, op_calls, plain_decode, reset_op_calls
@@ -45,6 +46,7 @@ __all__ = [
     "dequantize",
     "describe",
     "dynamic_scale",
+    "hadamard_product",
     "is_quantized",
     "merge_states",
     "op_calls",

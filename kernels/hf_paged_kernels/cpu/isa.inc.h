@@ -1,4 +1,5 @@
-/* Both kernels and the writing of codes, for the instruction set that the including file has switched on.
+/* Both kernels, the writing of codes and the rotation of rows, for the instruction set that the including file has
+ * switched on.
  *
  * Contract: LANES, ISA and ISA_NAME are set, and HF_BF16_PAIRS where bfloat16 is multiplied in pairs. Everything is
  * static but one table, `ISA`.
@@ -136,6 +137,7 @@ static narrow_function *const narrow_plain[] = {narrow_f32, narrow_plain_bf16, n
 #include "few.inc.h"
 #include "tile.inc.h"
 #include "encode.inc.h"
+#include "hadamard.inc.h"
 
 const struct isa ISA = {
     .name = ISA_NAME,
@@ -144,4 +146,5 @@ const struct isa ISA = {
     .finish = finish,
     .encode = encode,
     .word_sum = word_sum,
+    .rotate = rotate,
 };

@@ -77,12 +77,28 @@ enum { PER_SLOT = 0, PER_HEAD = 1, PER_CHANNEL = 2 }; /* [num_blocks, KH, block_
 /* One row as 8-bit codes; `scale`: where the slot's scale lies, or the head's one, or its D ones. */
 typedef void encode_function(const struct rows_writing *, const char *row, float *scale, char *codes);
 
+/* Rows in equal parts, each times a Hadamard matrix and a factor: see hadamard.c. Fields of 8 bytes, which the wrapper
+ * packs. Strides count bytes; elements of a row are adjacent, and results contiguous. */
+struct rotating {
+    const char *from;
+    char *to;
+    int64_t type, to_type; /* float32, or `to_type` the same as `type` */
+    int64_t shape[3], row; /* [.., .., .., row] */
+    int64_t strides[3], part;
+    double factor;
+    int64_t num_threads;
+};
+_Static_assert(sizeof(struct rotating) == 14 * 8, "the wrapper packs 14 fields of 8 bytes");
+typedef void rotate_function(const struct rotating *, const char *row, char *to);
+enum { LARGEST_PART = 1024 };
+
 struct isa {
     const char *name;
     task_function *few, *tile;
     finish_function *finish;
     encode_function *encode;
     word_sum_function *word_sum;
+    rotate_function *rotate;
 };
 
 /* The instruction set in use. */
