@@ -20,7 +20,7 @@ import torch
 
 from .packed_metadata import PackingError
 from .request import Request
-from .scheduler import SchedulerOutput
+from .scheduler_output import SchedulerOutput
 
 BASE = "__base__"  # the model without any adapter; PEFT's own name for that where rows choose their adapters
 

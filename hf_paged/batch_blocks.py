@@ -1,16 +1,16 @@
 """The blocks of the running requests: what each row holds in each group of layers.
 
-Contract: `BatchBlocks` keeps the running batch's block tables in step with the groups' block managers. A row is
-reserved to the end of a block, so that most steps of decode change nothing here; a request never writes a block that
-another one holds, and begins on the blocks that the prefix cache finds. Copies that this takes are noted in
-`pending_copies`. No torch in this file.
+Contract: `BatchBlocks` keeps the running batch's block tables in step with the groups' block managers, which count
+some of the blocks of decoding rows later (see `BlocksAhead`). A row is reserved to the end of a block, so that most
+steps of decode change nothing here; a request never writes a block that another one holds, and begins on the blocks
+that the prefix cache finds. Copies that this takes are noted in `pending_copies`. No torch in this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .blocks_ahead import BlocksAhead
+from .blocks_ahead import MOST, BlocksAhead
 from .cache_group import CacheGroup
 from .prefix_cache import PrefixCache, PrefixHit
 from .request import Request
@@ -35,7 +35,7 @@ class BatchBlocks:
         self.pending_copies: list[dict[int, int]] = [{} for _ in self.groups]
         if batch.native is not None:
             for group, rows in zip(self.groups, batch.native.groups, strict=True):
-                group.ahead = BlocksAhead(rows)
+                group.ahead = BlocksAhead(rows, max(MOST, batch.max_num_seqs))
 
     # Decoding rows
 

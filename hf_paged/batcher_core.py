@@ -144,6 +144,7 @@ class BatcherCore:
         self._check_not_inside()
         self._take_arrivals()
         self._abort_those_asked_for()
+        self._engine.is_followed = self._num_followed > 0
         self._stepping = True
         try:
             advanced, ended = self._engine.step()

@@ -50,7 +50,7 @@ class CacheGroup:
             self.ahead.settle(self._manager)
 
     def offer(self, num_blocks: int) -> None:
-        """Let rows take at least so many blocks by themselves, if they are free, until somebody asks for the manager.
+        """Let rows take so many blocks by themselves or more, as far as they are free, until the manager is asked for.
 
         Blocks behind a window are given back in the same step, which is the manager's.
         """

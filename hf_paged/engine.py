@@ -20,7 +20,7 @@ from .packing import packing_plan
 from .request import Request
 from .request_output import InvalidatedPrefix
 from .sampler import sample, sample_best, sampling_requests, stops
-from .scheduler import SchedulerOutput
+from .scheduler_output import SchedulerOutput
 from .stats import BatcherStats, StepTimes
 from .weights import WeightsWatch
 
@@ -35,6 +35,7 @@ class Engine:
     Attributes:
         live: request key -> request, of all that have not ended.
         now: when the tokens of the last step were there.
+        is_followed: whether somebody reads the requests' tokens after each step; else they get them in larger portions.
     """
 
     def __init__(self, runner: ModelRunner, notify: Callable[[str, Request], None]) -> None:
@@ -49,6 +50,7 @@ class Engine:
         self.live: dict[int, Request] = {}
         self._ended: list[Request] = []  # ended outside of a step, and not reported by one yet
         self.now = time.perf_counter()
+        self.is_followed = False
         self._num_checking = 0  # live requests with further stopping criteria
         self._num_adapted = 0  # and with an adapter of their own
         self._inside = False
@@ -215,6 +217,8 @@ class Engine:
             sampled = sample_best(requests, logits) if is_plain else sample(output, requests, logits)
         times.mark("sample")
         ended = self.scheduler.update(output, sampled.tokens, sampled.failed)
+        if self.is_followed:
+            batch.note_tokens()
         times.mark("update")
         sampled.commit()
         self.now = time.perf_counter()
@@ -265,6 +269,8 @@ class Engine:
             groups = self.scheduler.groups
             if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(groups):
                 raise ValueError(f"group {group!r} is out of range, the model has {len(groups)} groups of layers")
+            with self._whole():
+                self.scheduler.settle()
             groups[group].manager.ref_count(block)
         with self._whole():
             if tokens is None is block:

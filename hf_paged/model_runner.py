@@ -21,7 +21,8 @@ from .packed_cache import PackedCache, PackedPools
 from .packed_metadata import PackedStep, StepBuilder
 from .packing import PackingPlan, run_packed
 from .prefix_cache import PrefixCache
-from .scheduler import Scheduler, SchedulerOutput
+from .scheduler import Scheduler
+from .scheduler_output import SchedulerOutput
 from .switch import switches
 
 logger = logging.get_logger(__name__)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .running import RunningBatch
-from .scheduler import SchedulerOutput
+from .scheduler_output import SchedulerOutput
 from .shared_prefix import LEAST_ROWS, SharedPrefix, find_shared_prefix
 
 

@@ -2,7 +2,8 @@
 
 Contract: a `Request` is the batcher's own and changes with every step; its lists of tokens and of what is recorded
 with them only ever grow (see `RequestOutput`, which relies on that). The newest output tokens of a running request may
-still lie in its batch; `output_token_ids` fetches them, which takes the lock of the batcher. No torch in this file.
+still lie in its batch; `output_token_ids` fetches them and is read with the batcher's lock held, `noted_token_ids`
+needs none. No torch in this file.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens sampled so far."""
+        """The tokens sampled so far; changes the batch, so only for who holds the batcher's lock."""
         batch = self.batch
         if batch is not None and batch.num_recent:
             batch.note_tokens()

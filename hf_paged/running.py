@@ -32,7 +32,7 @@ class RunningBatch:
 
     Attributes:
         requests: the request of each row in use.
-        outputs: for each of them its `noted_token_ids`.
+        outputs: for each of them its `noted_token_ids`, the list itself.
         num_recent: steps whose tokens the requests have not got yet.
         native: the DecodeRows, or None.
         longest: largest length of a decoding row with its next token, after `reserve`; 0 where that is not known.
@@ -44,7 +44,7 @@ class RunningBatch:
         last_token: `[max_num_seqs]` int64, the newest token.
         eos: `[max_num_seqs, columns]` int64, tokens that end the request, -1 where there is none.
         is_plain: `[max_num_seqs]` bool, whether the request's next token is just the most likely one.
-        covered: a group each, `[max_num_seqs]` int64: tokens that the block manager has blocks for.
+        covered: a group each, `[max_num_seqs]` int64: tokens that the row has blocks for.
         released: a group each, `[max_num_seqs]` int64: leading blocks that were given back behind a window.
         slots: a group each, `[max_num_seqs]` int64, of a decoding row: where that token's KV goes. Meaningless while
             no block covers the token.
@@ -175,10 +175,16 @@ class RunningBatch:
         steps, count = self.num_recent, self._recent_rows
         if not steps:
             return
+        # Rows behind these still compute their prompts: hence strict=False.
         lengths = (self.num_tokens[:count] - self._num_prompt[:count]).tolist()
-        tokens = self._recent[:steps, :count].T.tolist()
-        for output, length, latest in zip(self.outputs, lengths, tokens, strict=False):  # prompts have rows behind them
-            output.extend(latest[max(0, steps - (length - len(output))) :])
+        if steps == 1:
+            for output, length, token in zip(self.outputs, lengths, self._recent[0, :count].tolist(), strict=False):
+                if len(output) < length:
+                    output.append(token)
+        else:
+            latest = self._recent[:steps, :count].T.tolist()
+            for output, length, tokens in zip(self.outputs, lengths, latest, strict=False):
+                output.extend(tokens[max(0, steps - (length - len(output))) :])
         self.num_recent = 0
 
     def advance(self, rows: np.ndarray | None, count: int, tokens: Sequence[int]) -> list[int]:
@@ -251,6 +257,7 @@ class RunningBatch:
         self.requests.clear()
         self.outputs.clear()
         self.num_decode = self._with_eos = self._steps_left = 0
+        self._bind()  # what was cut off may have been between a new array and this
 
     def set_block(self, group: int, row: int, index: int, block_ids: int | Sequence[int]) -> None:
         """Write block ids into a row's table, from entry `index` on."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .request import Request, TokenLogprobs
-from .scheduler import SchedulerOutput
+from .scheduler_output import SchedulerOutput
 
 
 class Sampled:

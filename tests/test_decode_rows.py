@@ -2,17 +2,18 @@
 
 import numpy as np
 import pytest
+from batcher_helpers import batcher, expected, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_helpers import Simulation
 
 import hf_paged_kernels.cpu.decode_rows as decode_rows
 from hf_paged.block_manager import BlockManager
-from hf_paged.blocks_ahead import FEWEST, MOST
+from hf_paged.blocks_ahead import FEWEST
 from hf_paged.cache_group import CacheGroup
 from hf_paged.config import SchedulerConfig
 from hf_paged.request import Request
-from hf_paged.running import RECENT_STEPS
+from hf_paged.running import RECENT_STEPS, RunningBatch
 from hf_paged.scheduler import Scheduler
 from hf_paged_kernels import DecodeRows
 
@@ -128,10 +129,19 @@ def test_no_more_is_offered_than_is_free_and_nothing_is_evicted():
         group.manager.allocate_request(f"cached {block}", 4)
         group.manager.pool.keep(group.manager.block_table_view(f"cached {block}")[0])
         group.manager.free_request(f"cached {block}")
-    while group.manager.available_blocks > 20:
+    offers, own = [], group.ahead.offer
+
+    def offer(manager, num_blocks):
+        group.ahead.settle(manager)
+        free = manager.available_blocks - manager.pool.cached_blocks
+        own(manager, num_blocks)
+        offers.append((group.ahead._rows.num_next, free))
+
+    group.ahead.offer = offer
+    while len(run.scheduler.batch.block_tables[0][run.scheduler.batch.block_tables[0] >= 0]) < 65:
         run.step()
-        assert group.ahead._rows.num_next <= min(MOST, 90 - 20)
         assert not evicted
+    assert all(offered <= free for offered, free in offers) and any(offered == free for offered, free in offers)
     while not evicted and not run.scheduler.num_preemptions:
         run.step()
     assert evicted and not run.scheduler.num_preemptions
@@ -199,6 +209,32 @@ def test_counting_blocks_that_is_cut_off(monkeypatch):
     run.run()
 
 
+@pytest.mark.parametrize("what", ["tables", "ends"])
+def test_making_an_array_larger_that_is_cut_off(what, monkeypatch):
+    """Afterwards C must not read and write the old one."""
+    run = steady(count=3, block_size=2)
+    own = RunningBatch._bind
+
+    def cut_off(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunningBatch, "_bind", cut_off)
+        if what == "ends":
+            run.add(3, 4, eos=(50, 60, 70))
+            run.scheduler.finish(run.requests[0], "abort")
+        for _ in range(100):
+            run.step()
+    assert RunningBatch._bind is own
+    run.scheduler.recover([request for request in run.requests if not request.is_finished])
+    run.stored.clear()
+    batch = run.scheduler.batch
+    rows, group = batch.native._rows, batch.native.groups[0]
+    assert (group.tables, group.columns) == (batch.block_tables[0].ctypes.data, batch.block_tables[0].shape[1])
+    assert (rows.eos, rows.eos_columns) == (batch.eos.ctypes.data, batch.eos.shape[1])
+    run.run()
+
+
 def test_a_pool_that_somebody_else_uses_is_noticed():
     run = steady()
     own = run.groups[0].manager
@@ -246,3 +282,25 @@ def test_arrays_that_do_not_fit_are_refused():
         rows.point(tables=np.zeros((2, 4), np.int64))
     with pytest.raises(AssertionError, match="slots"):
         rows.point(slots=np.zeros((4, 2), np.int64)[:, 0])
+
+
+def test_ctrl_c_while_a_prefix_is_dropped(monkeypatch):
+    """Looking a block up makes the manager count; cut off, all is computed again."""
+    with batcher("llama_gqa", cache_config={"block_size": 4, "num_blocks": 200}, max_num_seqs=4) as one:
+        prompts = [[5 + index, 7, 9] for index in range(3)]
+        ids = [one.add_request(prompt, generation_config=greedy(60)) for prompt in prompts]
+        for _ in range(30):
+            one.step()
+        own = BlockManager.append_blocks
+
+        def append_blocks(self, request_ids):
+            own(self, request_ids[:1])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(BlockManager, "append_blocks", append_blocks)
+        with pytest.raises(KeyboardInterrupt):
+            one.invalidate_prefix(block_id=150)
+        monkeypatch.setattr(BlockManager, "append_blocks", own)
+        one.check_integrity()
+        for prompt, request in zip(prompts, ids, strict=True):
+            assert list(one.result(request).output_token_ids) == expected("llama_gqa", prompt, 60)

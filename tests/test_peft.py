@@ -30,7 +30,7 @@ from tiny_models import assert_same_text, build, prompts
 from hf_paged import ContinuousBatcher, PackingError
 from hf_paged.adapters import BASE, adapter_state, split
 from hf_paged.request import Request
-from hf_paged.scheduler import Prefill, SchedulerOutput
+from hf_paged.scheduler_output import Prefill, SchedulerOutput
 
 
 @pytest.fixture(scope="module", params=MODELS)
