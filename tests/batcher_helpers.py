@@ -11,7 +11,7 @@ import threading
 
 import torch
 from more_models import MORE, is_encoder_decoder, shared_more
-from tiny_models import FAMILIES, assert_same_text, shared
+from tiny_models import FAMILIES, assert_same_text, shared, text_alone
 
 from hf_paged import ContinuousBatcher
 
@@ -64,6 +64,8 @@ def _expected(name: str, prompt: tuple[int, ...], settings: tuple) -> list[int]:
 
 def expected(name: str, prompt, new: int = NEW, **settings) -> list[int]:
     """New tokens of plain greedy generate for one prompt alone; kept for other tests."""
+    if not settings:
+        return text_alone(name, model_of(name), prompt, new)
     return _expected(name, tuple(prompt), tuple(sorted(greedy(new, **settings).items())))
 
 

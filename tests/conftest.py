@@ -6,6 +6,7 @@ without a GPU, Triton to its interpreter.
 tests share it and must not change it.
 """
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,6 +24,17 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or min(2, os.cpu_cou
 # The same examples on every run, and no deadline: a busy machine is not a failure.
 settings.register_profile("project", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+
+
+def pytest_collection_finish():
+    # What was imported by now stays to the end. A collection of garbage that looks through all of it takes about half a
+    # second, and there are hundreds.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # else libraries that look for leaks when Python ends report what they find
 
 
 @pytest.fixture(scope="session")

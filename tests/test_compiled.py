@@ -27,6 +27,12 @@ def counted():
     counters.clear()
 
 
+@pytest.fixture(scope="module")
+def one_layer():
+    """A model for tests that leave it as it was: what was compiled for it stays."""
+    return build("llama_gqa", num_hidden_layers=1)
+
+
 MODELS = {
     "llama_gqa": ("aot_eager", {"num_hidden_layers": 1}),
     "gpt2": ("eager", {"n_layer": 2}),
@@ -99,8 +105,8 @@ def test_random_trace():
         check_idle(one)
 
 
-def test_two_batchers_of_one_model_at_once():
-    model, rows = build("llama_gqa", num_hidden_layers=1), prompts((5, 17, 12, 9))
+def test_two_batchers_of_one_model_at_once(one_layer):
+    model, rows = one_layer, prompts((5, 17, 12, 9))
     want = [plain(model, row, **greedy(3 * NEW)) for row in rows]
     settings = {"compile": "eager", "cache_config": {"num_blocks": 80}}
     with batcher(model, max_num_seqs=4, **settings) as one, batcher(model, max_num_seqs=2, **settings) as other:
@@ -247,8 +253,8 @@ def stepping(one, count):
         one.step()
 
 
-def test_a_hook_that_comes_later_sees_every_forward():
-    model, calls = build("llama_gqa", num_hidden_layers=1), []
+def test_a_hook_that_comes_later_sees_every_forward(one_layer):
+    model, calls = one_layer, []
     (row,) = prompts((5,))
     with batcher(model, max_num_seqs=1, compile="eager") as one:
         one.add_request(row, generation_config=greedy(40))
@@ -263,12 +269,13 @@ def test_a_hook_that_comes_later_sees_every_forward():
         assert len(calls) == 3 and one.stats().compiled_steps == before + 3
 
 
-def test_weights_that_change_are_seen():
-    model = build("llama_gqa", num_hidden_layers=1)
+def test_weights_that_change_are_seen(one_layer):
+    model = one_layer
     (row,) = prompts((5,))
     with batcher(model, max_num_seqs=1, compile="eager") as one, torch.no_grad():
         one.add_request(row, generation_config=greedy(40))
         stepping(one, 5)
+        # Twice the sign: afterwards the weights are what they were.
         for change in (model.lm_head.weight.neg_, lambda: setattr(model.lm_head.weight, "data", -model.lm_head.weight)):
             change()
             found = one.step()[0].new_token_ids[0]

@@ -1,7 +1,7 @@
 """examples/distributed_generate.py over two processes: the results of one, in the order of the prompts.
 
 Contract: the processes run on CPUs and talk over the loopback device only (gloo); the model is a tiny one in a folder
-of the test.
+of the test. The one process is that of the tests, as starting another takes seconds; `make examples` starts it alone.
 """
 
 import importlib.util
@@ -15,23 +15,32 @@ import psutil
 import pytest
 import torch
 import typer
+from accelerate import PartialState
 from tiny_models import VOCAB, build
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "distributed_generate.py"
 PROMPTS = ["w5 w6 w7", "w30 w31 w32 w33 w34 w35 w36 w37 w38", "w90"]
 NEW = 6
 LAUNCHERS = {
-    "python": [],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", "--nproc-per-node=2"],
     "accelerate": [
         *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
         *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
     ],
 }
+
+
+def example():
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("distributed_generate", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +75,23 @@ def run(launcher: str, folder: Path, *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def results(launcher: str, folder: Path, tmp_path: Path, prompts: list[str]) -> list[dict]:
-    file, output = tmp_path / "prompts.txt", tmp_path / f"{launcher}.jsonl"
+def run_here(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    app = typer.Typer()
+    app.command()(example().main)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_CPU", "true")
+            ran = CliRunner().invoke(app, ["--model", str(folder), *arguments])
+    finally:
+        PartialState._reset_state()  # what accelerate knows of the processes stays for the whole of this one otherwise
+    return subprocess.CompletedProcess(arguments, ran.exit_code, ran.stdout, ran.stderr + repr(ran.exception))
+
+
+def results(launcher: str | None, folder: Path, tmp_path: Path, prompts: list[str]) -> list[dict]:
+    file, output = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
     file.write_text("\n".join([prompts[0], "", *prompts[1:], ""]), encoding="utf-8")
-    ran = run(launcher, folder, "--prompts", str(file), "--output", str(output), "--max-new-tokens", str(NEW))
+    options = ["--prompts", str(file), "--output", str(output), "--max-new-tokens", str(NEW)]
+    ran = run(launcher, folder, *options) if launcher else run_here(folder, *options)
     assert ran.returncode == 0, ran.stderr
     # Each result is printed once, whatever number of processes there are.
     assert [line.split(" -> ")[0] for line in ran.stdout.splitlines() if " -> " in line] == list(map(repr, prompts))
@@ -78,7 +100,7 @@ def results(launcher: str, folder: Path, tmp_path: Path, prompts: list[str]) -> 
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-    return results("python", folder, tmp_path_factory.mktemp("alone"), PROMPTS)
+    return results(None, folder, tmp_path_factory.mktemp("alone"), PROMPTS)
 
 
 def without_process(result: dict) -> dict:
@@ -106,10 +128,7 @@ def test_two_processes_give_the_results_of_one(folder, alone, tmp_path, launcher
 
 
 def test_a_file_without_a_prompt_is_refused(tmp_path):
-    spec = importlib.util.spec_from_file_location("distributed_generate", SCRIPT)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     file = tmp_path / "prompts.txt"
     file.write_text("\n \n", encoding="utf-8")
     with pytest.raises(typer.BadParameter, match="holds no prompt"):
-        example.read_prompts(file)
+        example().read_prompts(file)

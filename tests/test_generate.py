@@ -1,5 +1,7 @@
 """generate(cache_implementation="paged") gives the text of plain generate, row by row (CASES B13-B20, B34, B42)."""
 
+import functools
+
 import pytest
 import torch
 from tiny_models import (
@@ -19,6 +21,13 @@ import hf_paged_kernels as kernels
 from hf_paged import attention, layer
 
 NEW = 24
+
+
+@functools.cache
+def rows_and_texts(name, lengths, seed, new):
+    """Prompts, and the oracle's text of each; the same for all sizes of blocks and chunks."""
+    rows = prompts(lengths, seed=seed)
+    return rows, [oracle(shared(name), row, new) for row in rows]
 
 
 def paged(model, ids, mask=None, cache_config=None, **kwargs):
@@ -111,8 +120,7 @@ def test_without_a_mask_it_is_plain_generate_without_a_mask():
 @pytest.mark.parametrize("name", ["mistral_swa", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_prompts_around_the_window(name, block_size):
-    rows = prompts((1, 7, 8, 9, 17, 33), seed=11)
-    want = [oracle(shared(name), row, NEW) for row in rows]
+    rows, want = rows_and_texts(name, (1, 7, 8, 9, 17, 33), 11, NEW)
     ids, mask = padded(rows)
     for extra in ({}, {"prefill_chunk_size": 3}):
         out = paged(shared(name), ids, mask, {"block_size": block_size}, **extra)
@@ -122,8 +130,7 @@ def test_prompts_around_the_window(name, block_size):
 @pytest.mark.parametrize("chunk", [1, 3, 15, 16, 17, 32, 64])
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma2", "gemma3n"])
 def test_chunked_prefill_changes_nothing(name, chunk):
-    rows = prompts((33, 48), seed=5)
-    want = [oracle(shared(name), row, 8) for row in rows]
+    rows, want = rows_and_texts(name, (33, 48), 5, 8)
     ids, mask = padded(rows)
     out = paged(shared(name), ids, mask, max_new_tokens=8, prefill_chunk_size=chunk)
     assert_rows_equal_prompts_alone(name, out, rows, want)

@@ -1,5 +1,6 @@
 """Every backend where numbers, sizes and addresses are extreme (CASES B16, B34, B35)."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -56,13 +57,20 @@ def test_caches_that_start_anywhere_in_memory(backend, device, chunks, dtype):
     check(replace(case, query=query, key_cache=housed(case.key_cache), value_cache=housed(case.value_cache)), backend)
 
 
+@functools.cache
+def many_sequences(count, device):
+    """A decode and a prefill, each with what is expected: of so many sequences that takes longer than a backend."""
+    cases = (
+        build([1 + s % 5 for s in range(count)], kv_heads=1, group=1, window=3, device=device),
+        build([s % 5 for s in range(count)], [s % 3 if s % 5 > 1 else 0 for s in range(count)], device=device),
+    )
+    return [(case, expected(case)) for case in cases]
+
+
 @TARGETS
 def test_many_sequences(backend, device):
-    count = 40 if is_slow(backend, device) else 3000
-    check(build([1 + s % 5 for s in range(count)], kv_heads=1, group=1, window=3, device=device), backend)
-    check(
-        build([s % 5 for s in range(count)], [s % 3 if s % 5 > 1 else 0 for s in range(count)], device=device), backend
-    )
+    for case, wanted in many_sequences(40 if is_slow(backend, device) else 3000, device):
+        check(case, backend, wanted)
 
 
 @TARGETS

@@ -46,8 +46,10 @@ def problems(draw, longest: int, widest: int):
 @TARGETS
 def test_attention_of_any_problem(backend, device):
     slow = is_slow(backend, device)
+    # What is expected comes from the reference in float64, so that fewer problems tell enough of itself.
+    many = 200 if backend == "reference" else 400
 
-    @settings(max_examples=30 if slow else 400)
+    @settings(max_examples=30 if slow else many)
     @given(problems(longest=60 if slow else 700, widest=20 if slow else 200))
     def holds(problem):
         check(build(**problem, device=device), backend)

@@ -41,8 +41,16 @@ def attend_one(q, keys, values, scale, softcap, sink):
     return sum((math.exp(x - lse) * v for x, v in zip(logits, values, strict=True)), start=0.0), lse
 
 
-def oracle(case, positions_of):
-    """out [T,H,Dv] and lse [T,H] of a case; positions_of: (sequence, position) of each query row."""
+KNOWN = {}  # what the oracle says of the grids: it takes longer than the backends, all of which are held to it
+
+
+def oracle(case, positions_of, name=None):
+    """out [T,H,Dv] and lse [T,H] of a case; positions_of: (sequence, position) of each query row.
+
+    A case that has a name is worked out once.
+    """
+    if name in KNOWN:
+        return KNOWN[name]
     num_tokens, num_heads, _ = case.query.shape
     out = torch.zeros(num_tokens, num_heads, case.dv, dtype=torch.float64)
     lse = torch.full((num_tokens, num_heads), -math.inf, dtype=torch.float64)
@@ -57,6 +65,8 @@ def oracle(case, positions_of):
             got, lse[t, h] = attend_one(q, keys, values, case.scale, case.softcap, sink)
             if seen:
                 out[t, h] = got
+    if name is not None:
+        KNOWN[name] = out, lse
     return out, lse
 
 
@@ -111,11 +121,11 @@ class Case:
         options |= dict(sinks=self.sinks, seq_starts=starts, return_lse=True)
         return op(*tensors, **(options | changes))
 
-    def check(self, op=kernels.paged_decode, **changes):
+    def check(self, op=kernels.paged_decode, name=None, **changes):
         lengths = zip(self.seq_lens, self.query_lens, strict=True)
         positions = [(s, p) for s, (n, q) in enumerate(lengths) for p in range(n - q, n)]
         out, lse = self.run(op, **changes)
-        ref, ref_lse = oracle(self, positions)
+        ref, ref_lse = oracle(self, positions, name)
         assert out.dtype == self.query.dtype and lse.dtype == F32
         assert_close(out, ref)
         assert_close(lse, ref_lse)
@@ -163,14 +173,14 @@ def grid(count, seed, prefill):
 
 @pytest.mark.parametrize("seed, lens, query_lens, options", [*grid(60, 1, prefill=False)])
 def test_decode_equals_the_oracle(seed, lens, query_lens, options):
-    Case(seed, lens, query_lens, **options).check()
+    Case(seed, lens, query_lens, **options).check(name=("decode", seed))
 
 
 @pytest.mark.parametrize("seed, lens, query_lens, options", [*grid(60, 2, prefill=True)])
 def test_prefill_equals_the_oracle(seed, lens, query_lens, options, monkeypatch):
     if seed % 2:
         monkeypatch.setattr(kernels.reference, "PREFILL_TILE_BYTES", 1)  # the smallest tiles
-    Case(seed, lens, query_lens, **options).check(kernels.paged_prefill)
+    Case(seed, lens, query_lens, **options).check(kernels.paged_prefill, name=("prefill", seed))
 
 
 row = st.tuples(st.integers(0, 40), st.integers(0, 9), st.sampled_from([0, 0, 5, 16, 45]))

@@ -7,9 +7,10 @@ same batch.
 
 import pytest
 import torch
+from batcher_helpers import expected
 from more_models import MORE, VISION, build_more, build_vision, is_encoder_decoder
 from tables import Table
-from tiny_models import FAMILIES, assert_same_text, build, oracle, padded, prompts
+from tiny_models import FAMILIES, assert_same_text, build, padded, prompts
 
 import hf_paged
 from hf_paged import attention, layer
@@ -89,7 +90,7 @@ def test_decoder_only(name, monkeypatch):
     out = paged(model, ids, mask)
     route = path.name(out.past_key_values)
     for row, prompt in zip(out.sequences[:, ids.shape[1] :].tolist(), prompts(), strict=True):
-        assert_same_text(model, prompt, row, oracle(model, prompt, NEW))
+        assert_same_text(model, prompt, row, expected(name, prompt, NEW))
     out.past_key_values.check_integrity()
     TABLE.record(name, SPECIAL[name], "equal", route)
 

@@ -116,16 +116,16 @@ REFUSED = {
 TABLE = Table("modes.md", ["mode", "result", "path"], [*MODES, *REFUSED])
 
 
-def run(model, settings: dict, paged: bool):
+def run(model, settings: dict, paged: bool, rows: list | None = None):
     """Output of one call, what its streamer saw, and where the random generator ends."""
-    settings = copy.copy(settings)
+    settings, rows = copy.copy(settings), prompts() if rows is None else rows
     if settings.pop("oracle", None) and not paged:  # lengths count padding in plain generate's batch
-        texts = [run_rows(model, settings, [row], paged)[0][0, len(row) :].tolist() for row in prompts()]
+        texts = [run_rows(model, settings, [row], paged)[0][0, len(row) :].tolist() for row in rows]
         new = max(map(len, texts))
-        ids, _ = padded(prompts())
+        ids, _ = padded(rows)
         texts = torch.tensor([text + [0] * (new - len(text)) for text in texts])
         return torch.cat([ids, texts], dim=1), None, torch.get_rng_state()
-    rows = prompts()[2:3] if settings.pop("alone", False) else prompts()
+    rows = [max(rows, key=len)] if settings.pop("alone", False) else rows
     return run_rows(model, settings, rows, paged)
 
 
@@ -247,17 +247,27 @@ OWN = {
 }
 
 
+@functools.cache
+def texts_alone(name, beams):
+    """What plain generate makes of each prompt alone, whatever side a batch would pad."""
+    settings = own_settings(name, beams)
+    rows = [(torch.tensor([prompt]), len(prompt)) for prompt in prompts()]
+    return [model_of("llama_gqa").generate(ids, **settings)[0, length:].tolist() for ids, length in rows]
+
+
+def own_settings(name, beams):
+    # The padding token is a likely one, so that counting it would show.
+    return {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, "pad_token_id": 9, **OWN[name]}
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", OWN)
 def test_processors_see_a_rows_own_tokens_and_not_its_padding(name, side, beams):
-    # The padding token is a likely one, so that counting it would show.
-    model = model_of("llama_gqa")
-    settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, "pad_token_id": 9, **OWN[name]}
+    model, settings = model_of("llama_gqa"), own_settings(name, beams)
     ids, mask = padded(prompts(), side, pad=9)
     out = model.generate(ids, attention_mask=mask, cache_implementation="paged", **settings)
-    for prompt, row in zip(prompts(), out[:, 33:].tolist(), strict=True):
-        alone = model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
+    for row, alone in zip(out[:, 33:].tolist(), texts_alone(name, beams), strict=True):
         assert row == alone + [9] * (len(row) - len(alone))
 
 
