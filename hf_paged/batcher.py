@@ -136,6 +136,7 @@ class ContinuousBatcher(BatcherCore):
             advanced = {**self._unreported, **{request.key: request for request in self._advance()}}
             self._unreported.clear()
             outputs = [RequestOutput(request, counts=request.owner is None) for request in advanced.values()]
+            self._engine.times.end_outputs()
         self.drivers.tell()
         return outputs
 

@@ -144,13 +144,13 @@ class BatcherCore:
         self._check_not_inside()
         self._take_arrivals()
         self._abort_those_asked_for()
-        self._engine.is_followed = self._num_followed > 0
         self._stepping = True
         try:
             advanced, ended = self._engine.step()
         finally:
             self._stepping = False
             self._abort_those_asked_for()
+        self._engine.times.begin_outputs()
         self._deliver(advanced, ended, by_step)
         return advanced + ended
 
@@ -179,6 +179,7 @@ class BatcherCore:
             self._check_not_inside()
             try:
                 self._advance(by_step=False)
+                self._engine.times.end_outputs()
             except Exception as error:
                 background = self._background
                 in_background = background is not None and background.is_current

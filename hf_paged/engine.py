@@ -35,7 +35,6 @@ class Engine:
     Attributes:
         live: request key -> request, of all that have not ended.
         now: when the tokens of the last step were there.
-        is_followed: whether somebody reads the requests' tokens after each step; else they get them in larger portions.
     """
 
     def __init__(self, runner: ModelRunner, notify: Callable[[str, Request], None]) -> None:
@@ -50,7 +49,6 @@ class Engine:
         self.live: dict[int, Request] = {}
         self._ended: list[Request] = []  # ended outside of a step, and not reported by one yet
         self.now = time.perf_counter()
-        self.is_followed = False
         self._num_checking = 0  # live requests with further stopping criteria
         self._num_adapted = 0  # and with an adapter of their own
         self._inside = False
@@ -217,8 +215,6 @@ class Engine:
             sampled = sample_best(requests, logits) if is_plain else sample(output, requests, logits)
         times.mark("sample")
         ended = self.scheduler.update(output, sampled.tokens, sampled.failed)
-        if self.is_followed:
-            batch.note_tokens()
         times.mark("update")
         sampled.commit()
         self.now = time.perf_counter()

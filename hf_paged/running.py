@@ -35,7 +35,6 @@ class RunningBatch:
         outputs: for each of them its `noted_token_ids`, the list itself.
         num_recent: steps whose tokens the requests have not got yet.
         native: the DecodeRows, or None.
-        longest: largest length of a decoding row with its next token, after `reserve`; 0 where that is not known.
         num_computed: `[max_num_seqs]` int64, tokens whose KV is written; of a decoding row also the position of the
             token that it computes next.
         seq_lens: `[max_num_seqs]` int32, of a decoding row: its length with that token.
@@ -76,11 +75,12 @@ class RunningBatch:
         self.released = [np.zeros(max_num_seqs, dtype=np.int64) for _ in range(num_groups)]
         self.block_tables = [np.full((max_num_seqs, _FIRST_COLUMNS), -1, dtype=np.int32) for _ in range(num_groups)]
         self.dirty = [np.zeros(max_num_seqs, dtype=bool) for _ in range(num_groups)]
-        self.tables_version = self.longest = 0
+        self.tables_version = 0
         self._keys = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self._recent = np.zeros((RECENT_STEPS, max_num_seqs), dtype=np.int64)
-        self._ended = np.zeros(max_num_seqs, dtype=np.int64)
+        self._ended, self._newest = np.zeros((2, max_num_seqs), dtype=np.int64)
+        self._newest_address = self._newest.ctypes.data
         self.num_recent = self._recent_rows = 0
         self._with_eos = 0  # rows that an end-of-sequence token can end
         self._steps_left = 0  # for so many steps no decoding row reaches its length; 0 when that is not known
@@ -147,11 +147,16 @@ class RunningBatch:
         self.note_tokens()
         first, self._steps_left = self.num_decode, 0
         self._swap(row, first)
-        self.num_decode = first + 1
+        self._set_num_decode(first + 1)
         self.seq_lens[first] = self.num_computed[first] + 1
         for group in range(len(self.slots)):
             self.find_slot(group, first)
         return first
+
+    def _set_num_decode(self, count: int) -> None:
+        self.num_decode = count
+        if self.native is not None:
+            self.native.set_count(count)
 
     def find_slot(self, group: int, row: int) -> None:
         """Note where the next token of a decoding row goes, after its block table changed."""
@@ -167,8 +172,7 @@ class RunningBatch:
         """
         if self.native is None:
             return -1
-        unserved, self.longest = self.native.reserve(self.num_decode)
-        return unserved
+        return self.native.unserved if self.native.reserve() < 0 else 0
 
     def note_tokens(self) -> None:
         """Add to the outputs of the requests what the latest steps sampled; it can be cut off and begun again."""
@@ -185,14 +189,19 @@ class RunningBatch:
             latest = self._recent[:steps, :count].T.tolist()
             for output, length, tokens in zip(self.outputs, lengths, latest, strict=False):
                 output.extend(tokens[max(0, steps - (length - len(output))) :])
+        self._forget_recent()
+
+    def _forget_recent(self) -> None:
         self.num_recent = 0
+        if self.native is not None:
+            self.native.begin_recent()
 
     def advance(self, rows: np.ndarray | None, count: int, tokens: Sequence[int]) -> list[int]:
         """Count one token more of decoding rows; return the rows that it ends.
 
         Args:
             rows: which rows; None for the first `count`.
-            tokens: the tokens that follow.
+            tokens: the tokens that follow, a list, or a contiguous tensor of int64 on the host, which is read in place.
         """
         if rows is not None:
             self.note_tokens()
@@ -204,18 +213,19 @@ class RunningBatch:
             hit = self.num_tokens[rows] >= self.max_tokens[rows]
             hit |= (self.eos[rows] == self.last_token[rows, None]).any(axis=1)
             return rows[hit].tolist()
-        step = self.num_recent
-        if step == RECENT_STEPS:
+        if self.num_recent == RECENT_STEPS:
             self.note_tokens()
-            step = 0
-        last = self.last_token[:count]
-        last[:] = tokens
-        self._recent_rows = count
+        step, self._recent_rows = self.num_recent, count
         if self.native is not None:
-            num_ended = self.native.advance(count, step)
+            if type(tokens) is list:
+                self._newest[:count] = tokens
+                num_ended = self.native.advance(self._newest_address)
+            else:
+                num_ended = self.native.advance(tokens.data_ptr())
             self.num_recent = step + 1
             return self._ended[:num_ended].tolist() if num_ended else []
-        rising, lens = self._rising[:, :count], self.seq_lens[:count]
+        rising, lens, last = self._rising[:, :count], self.seq_lens[:count], self.last_token[:count]
+        last[:] = tokens
         self._recent[step, :count] = last
         np.add(rising, 1, out=rising)
         np.add(lens, 1, out=lens)
@@ -241,7 +251,7 @@ class RunningBatch:
         request.num_computed_tokens = int(self.num_computed[row])
         request.row, request.batch = -1, None
         if row < self.num_decode:
-            self.num_decode -= 1
+            self._set_num_decode(self.num_decode - 1)
             self._move(self.num_decode, row)
             row = self.num_decode
         self._move(last, row)
@@ -252,11 +262,13 @@ class RunningBatch:
     def clear(self) -> None:
         """Have no row in use."""
         self.note_tokens()
+        self._forget_recent()  # what was cut off may have been between the two counts of steps
         for request in self.requests:
             request.batch = None
         self.requests.clear()
         self.outputs.clear()
-        self.num_decode = self._with_eos = self._steps_left = 0
+        self._with_eos = self._steps_left = 0
+        self._set_num_decode(0)
         self._bind()  # what was cut off may have been between a new array and this
 
     def set_block(self, group: int, row: int, index: int, block_ids: int | Sequence[int]) -> None:

@@ -21,12 +21,12 @@ class Sampled:
     """The outcome of a step's sampling.
 
     Attributes:
-        tokens: one for each request, in their order; an array where all are the most likely ones.
+        tokens: one for each request, in their order; a tensor on the host where each is its row's most likely one.
         failed: request key -> the exception that its own processors or callbacks raised.
     """
 
     def __init__(self, count: int) -> None:
-        self.tokens: Sequence[int] = [0] * count
+        self.tokens: list[int] | torch.Tensor = [0] * count
         self.failed: dict[int, BaseException] = {}
         self._notes: list[tuple[list, object]] = []
         self._actions: list[Callable[[], None]] = []
@@ -62,7 +62,7 @@ def sampling_requests(output: SchedulerOutput, running: Sequence[Request]) -> li
 def sample_best(requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
     """The most likely token for each decoding request; `logits [len(requests), vocab]`."""
     result = Sampled(len(requests))
-    result.tokens = logits.argmax(dim=-1).cpu().numpy()
+    result.tokens = logits.argmax(dim=-1).cpu()
     return result
 
 

@@ -100,14 +100,18 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next forward computes, and reserve its blocks."""
-        output = SchedulerOutput()
-        budget = self.config.max_num_batched_tokens
-        if self.batch.num_decode:
-            self._schedule_decode(output, budget)
+        output, batch = SchedulerOutput(), self.batch
+        budget, native = self.config.max_num_batched_tokens, batch.native
+        if batch.num_decode:
+            # In most steps nothing else is to be done than this one call.
+            if native is not None and batch.num_decode <= budget and (longest := native.reserve()) > 0:
+                output.num_decode, output.longest = batch.num_decode, longest
+            else:
+                self._schedule_decode(output, budget)
             budget -= output.num_decode
-        if budget and self.batch.num_rows > self.batch.num_decode:
+        if budget and batch.num_rows > batch.num_decode:
             budget = self._schedule_prefills(output, budget)
-        if budget and self._queued and self.batch.num_rows < self.batch.max_num_seqs:
+        if budget and self._queued and batch.num_rows < batch.max_num_seqs:
             self.blocks.record_all()
             budget = self._admit(output, budget)
         output.num_tokens = self.config.max_num_batched_tokens - budget
@@ -118,14 +122,15 @@ class Scheduler:
 
         Args:
             output: as `schedule` returned it; nothing was scheduled, finished or added to the batch since.
-            tokens: a token for each decoding row, then for each last chunk one and one for each of its samples.
+            tokens: a token for each decoding row, then for each last chunk one and one for each of its samples; see
+                `RunningBatch.advance`.
             failed: request key -> the exception that its sampling raised.
         Returns:
             The requests that reached an end-of-sequence token or their length; they are still running.
         """
         batch, count, ended = self.batch, output.num_decode, []
         if count:
-            mine = tokens if len(tokens) == count else tokens[:count]
+            mine = tokens[:count] if output.prefills else tokens
             ended = [batch.requests[row] for row in batch.advance(output.decode_rows, count, mine)]
         if output.prefills:
             self._update_prefills(output, tokens[count:], ended)
@@ -187,9 +192,7 @@ class Scheduler:
             rows = [request.row for request in chosen if request.row >= 0]
             output.decode_rows, output.num_decode = np.array(rows, dtype=np.int64), len(rows)
             return
-        if self.blocks.extend_all():
-            output.longest = batch.longest
-        else:
+        if not self.blocks.extend_all():
             self._reserve_in_order(output, sorted(batch.requests[: batch.num_decode], key=_order))
         output.num_decode = batch.num_decode
 

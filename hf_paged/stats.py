@@ -76,15 +76,17 @@ class StepTimes:
     def __init__(self) -> None:
         self.seconds = {"schedule": 0.0, "forward": 0.0, "sample": 0.0}
         self.steps = self.new_tokens = self.prompt_tokens = self.sequences = 0
-        self.bookkeeping: deque[float] = deque(maxlen=self.WINDOW)  # thread CPU microseconds of each step
-        self._cpu_before = self._cpu = 0
+        # Thread CPU microseconds of each step: of schedule, metadata and update, and of telling who waits.
+        self.bookkeeping: deque[float] = deque(maxlen=self.WINDOW)
+        self.outputs: deque[float] = deque(maxlen=self.WINDOW)
+        self._cpu = self._cpu_at = self._outputs_at = 0
 
     def begin(self) -> None:
         self._at, self._cpu_at, self._cpu = time.perf_counter(), time.thread_time_ns(), 0
 
     def mark(self, part: str) -> None:
         """The part of the step that ends now was "schedule", "forward", "sample" or "update"."""
-        now, cpu = time.perf_counter(), time.thread_time_ns()
+        cpu, now = time.thread_time_ns(), time.perf_counter()
         self.seconds["schedule" if part == "update" else part] += now - self._at
         if part in ("schedule", "update"):
             self._cpu += cpu - self._cpu_at
@@ -96,6 +98,12 @@ class StepTimes:
         self.prompt_tokens += prompt_tokens
         self.sequences += sequences
         self.bookkeeping.append(self._cpu / 1000)
+
+    def begin_outputs(self) -> None:
+        self._outputs_at = time.thread_time_ns()
+
+    def end_outputs(self) -> None:
+        self.outputs.append((time.thread_time_ns() - self._outputs_at) / 1000)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,8 @@ class BatcherStats:
         new_tokens, prompt_tokens: tokens sampled, and other tokens computed (recomputed ones included).
         schedule_seconds, forward_seconds, sample_seconds: where the time of all steps went; bookkeeping is "schedule".
         bookkeeping_us: median thread CPU microseconds a step for schedule, metadata and update, of the last 200 steps.
+        outputs_us: the same for what comes behind it: the tokens handed to those requests of which somebody is told in
+            each step, their RequestOutputs built, streamers and callbacks called.
         tokens_per_second: `new_tokens` by the time of all steps.
         graph_steps: steps that were replayed from CUDA graphs.
         compiled_steps: steps that ran through torch.compile, those captured as graphs not counted.
@@ -143,6 +153,7 @@ class BatcherStats:
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     bookkeeping_us: float = 0.0
+    outputs_us: float = 0.0
     tokens_per_second: float = 0.0
     graph_steps: int = 0
     compiled_steps: int = 0
@@ -175,6 +186,7 @@ class BatcherStats:
             forward_seconds=times.seconds["forward"],
             sample_seconds=times.seconds["sample"],
             bookkeeping_us=statistics.median(times.bookkeeping) if times.bookkeeping else 0.0,
+            outputs_us=statistics.median(times.outputs) if times.outputs else 0.0,
             tokens_per_second=times.new_tokens / seconds if seconds else 0.0,
             graph_steps=graph_steps,
             compiled_steps=compiled_steps,

@@ -77,7 +77,7 @@ def test_bookkeeping_beside_a_model(count):
     """Where a forward has emptied the caches."""
     from hf_paged_eval.bench.batching import bookkeeping
 
-    found = min(bookkeeping(count)[0] for _ in range(2))
+    found = min(bookkeeping(count)["bookkeeping"] for _ in range(2))
     print(f"{count} requests: {found:.0f} us a step")
     assert found < (SLACK if DecodeRows.available(1) else 6) * BOUNDS[count]  # numpy is three times as slow
 
@@ -179,8 +179,8 @@ def test_the_cost_of_prefixes_where_nothing_is_shared():
 def test_the_bench_draws_what_is_held():
     from hf_paged_eval.bench.batching import bookkeeping, kv_use, svg, tiny_model
 
-    inside, mean, rest = bookkeeping(4, steps=10)
-    assert 0 < inside < rest and mean > 0
+    found = bookkeeping(4, steps=10)
+    assert 0 < found["bookkeeping"] < found["rest"] and 0 < found["outputs"] < found["rest"] and found["mean"] > 0
     series = kv_use(tiny_model(), num_requests=6, max_num_seqs=3)
     assert all(0 <= t <= h for t, h in zip(series["tokens"], series["held"], strict=True))
     assert max(series["held"]) < max(series["contiguous"]) and len(series["held"]) > 20

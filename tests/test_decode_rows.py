@@ -77,11 +77,11 @@ def test_both_ways_do_the_same(requests, num_blocks, block_size, windows, share,
     assert first == second
 
 
-def steady(count=6, block_size=4, num_blocks=400, **options):
+def steady(count=6, block_size=4, num_blocks=400, new=100, **options):
     """Requests that decode, and what was computed for each of them so far."""
     run = Simulation(num_blocks, block_size, max_num_seqs=count, looks=10**9, **options)
     for index in range(count):
-        run.add(3 + index, 300)
+        run.add(3 + index, new)
     for _ in range(3):
         run.step()
     return run
@@ -100,7 +100,7 @@ def counting(monkeypatch):
 
 
 def test_steady_decode_asks_the_manager_seldom(monkeypatch):
-    calls, run = counting(monkeypatch), steady()
+    calls, run = counting(monkeypatch), steady(new=210)
     for _ in range(200):
         run.step()
     assert len(calls) < 200 * 6 / 4 / 10 and max(calls) > 50  # blocks were needed in nearly every step
@@ -250,7 +250,7 @@ def test_a_pool_that_somebody_else_uses_is_noticed():
 def test_tables_that_become_wider_and_requests_with_more_ends_are_followed():
     run = steady(count=3, block_size=1, num_blocks=1000)
     width = run.scheduler.batch.block_tables[0].shape[1]
-    ends = run.add(4, 300, eos=(3, 9, 50, 60))
+    ends = run.add(4, 100, eos=(3, 9, 50, 60))
     run.run()
     assert run.scheduler.batch.block_tables[0].shape[1] > 4 * width
     assert ends.finish_reason == "eos"

@@ -17,7 +17,7 @@ def request(**changes) -> Request:
 
 def test_tokens_of_prompt_and_output():
     one = request()
-    one.output_token_ids += [8, 9]
+    one.output_token_ids.extend([8, 9])
     assert one.num_tokens == 5
     assert one.tokens(0, 5) == [5, 6, 7, 8, 9]
     assert one.tokens(1, 3) == [6, 7] and one.tokens(2, 4) == [7, 8] and one.tokens(3, 5) == [8, 9]
@@ -80,7 +80,7 @@ def test_timings():
     one = request()
     assert RequestOutput(one).timings.queued is None
     one.arrival, one.started, one.first_token, one.last_token = 1.0, 1.5, 2.0, 4.0
-    one.output_token_ids += [1, 2, 3]
+    one.output_token_ids.extend([1, 2, 3])
     timings = RequestOutput(one).timings
     assert (timings.queued, timings.time_to_first_token, timings.time_per_token) == (0.5, 1.0, 1.0)
     one.finish("length")

@@ -1,9 +1,9 @@
 """What continuous batching costs beside the model, and what it holds over time.
 
 `python -m hf_paged_eval.bench.batching` prints the bookkeeping of steady decode with 64 and 256 requests (thread CPU
-microseconds a step for schedule, metadata and update, median over 200 steps). `--plot FILE.svg` runs a queue of ragged
-requests through the demo model and draws how many blocks were held at each step, beside what contiguous memory for
-every running request's full length would have taken.
+microseconds a step for schedule, metadata and update, median over 200 steps), and beside it what the outputs cost.
+`--plot FILE.svg` runs a queue of ragged requests through the demo model and draws how many blocks were held at each
+step, beside what contiguous memory for every running request's full length would have taken.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def bookkeeping(num_seqs: int, steps: int = 200) -> tuple[float, float, float]:
+def bookkeeping(num_seqs: int, steps: int = 200) -> dict[str, float]:
     """Microseconds a step of steady decode.
 
     Returns:
-        Bookkeeping as `stats` tells it, the median of thread CPU time; the mean of its wall time, with the steps in
-        which the pools grew; the median thread CPU time of all else: a tiny model's forward, sampling, the outputs.
+        "bookkeeping" and "outputs" as `stats` tells them, medians of thread CPU time; "mean", of the wall time of
+        bookkeeping with the steps in which the pools grew; "rest", the median thread CPU time of all else: a tiny
+        model's forward, and sampling.
     """
     scheduler = {"max_num_seqs": num_seqs, "max_num_batched_tokens": 8192}
     with hf_paged.ContinuousBatcher(tiny_model(), scheduler_config=scheduler) as batcher:
@@ -55,8 +56,12 @@ def bookkeeping(num_seqs: int, steps: int = 200) -> tuple[float, float, float]:
             batcher.step()
             times.append((time.thread_time_ns() - before) / 1000)
         stats = batcher.stats()
-    inside = stats.bookkeeping_us
-    return inside, 1e6 * (stats.schedule_seconds - start) / steps, statistics.median(times) - inside
+    return {
+        "bookkeeping": stats.bookkeeping_us,
+        "outputs": stats.outputs_us,
+        "mean": 1e6 * (stats.schedule_seconds - start) / steps,
+        "rest": statistics.median(times) - stats.bookkeeping_us - stats.outputs_us,
+    }
 
 
 def kv_use(model, num_requests: int, block_size: int = 16, max_num_seqs: int = 16, seed: int = 0) -> dict[str, list]:
@@ -147,11 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for count in (64, 256):
-        inside, mean, rest = bookkeeping(count)
+        found = bookkeeping(count)
         print(
-            f"{count:4} requests in steady decode: bookkeeping {inside:.0f} us a step (median thread CPU; {mean:.0f} "
-            f"of wall time on average, growing pools included); everything else of a tiny model's step, RequestOutputs "
-            f"included, {rest:.0f} us"
+            f"{count:4} requests in steady decode: bookkeeping {found['bookkeeping']:.0f} us a step (median thread "
+            f"CPU; {found['mean']:.0f} of wall time on average, growing pools included), tokens handed out and "
+            f"RequestOutputs {found['outputs']:.0f} us, all else of a tiny model's step {found['rest']:.0f} us"
         )
     if options.plot:
         model = AutoModelForCausalLM.from_pretrained(options.model or hf_paged.demo_model_path(), dtype=torch.float32)

@@ -25,7 +25,7 @@ typedef struct {
     int64_t recent;                                                 /* int64 [.., rows] */
     int64_t ended;                                                  /* int64 [rows] */
     int64_t groups;                                                 /* Group [num_groups] */
-    int64_t num_groups, rows, eos_columns, block_size, count, num_recent, longest;
+    int64_t num_groups, rows, eos_columns, block_size, count, num_recent, unserved;
 } Rows;
 
 #define AT(type, field) ((type *)(intptr_t)(field))
@@ -56,23 +56,24 @@ static int reserve(const Rows *rows, Group *group) {
     return 1;
 }
 
-/* A bit for each group whose rows do not all have a block for their next token; such a group is as it was. */
-EXPORT uint64_t hf_paged_reserve(Rows *rows) {
+/* A block for the next token of each row: the largest length with that token, or -1 where some row has none, and
+ * `unserved` then has a bit for each such group, which is as it was. */
+EXPORT int64_t hf_paged_reserve(Rows *rows) {
     const int64_t *const computed = AT(int64_t, rows->num_computed);
     int64_t longest = 0;
     for (int64_t row = 0; row < rows->count; row++)
         if (computed[row] >= longest) longest = computed[row] + 1;
-    rows->longest = longest;
-    uint64_t unserved = 0;
+    rows->unserved = 0;
     for (int64_t group = 0; group < rows->num_groups; group++)
-        if (!reserve(rows, AT(Group, rows->groups) + group)) unserved |= (uint64_t)1 << group;
-    return unserved;
+        if (!reserve(rows, AT(Group, rows->groups) + group)) rows->unserved |= (int64_t)1 << group;
+    return rows->unserved ? -1 : longest;
 }
 
-/* One token more, the newest, in every row; how many rows that ends, which `ended` lists. */
-EXPORT int64_t hf_paged_advance(Rows *rows) {
+/* One token more in every row; how many rows that ends, which `ended` lists. */
+EXPORT int64_t hf_paged_advance(Rows *rows, const int64_t *newest) {
     const int64_t count = rows->count, columns = rows->eos_columns;
-    const int64_t *const last = AT(int64_t, rows->last_token), *const most = AT(int64_t, rows->max_tokens);
+    const int64_t *const most = AT(int64_t, rows->max_tokens);
+    int64_t *const last = AT(int64_t, rows->last_token);
     const int64_t *eos = AT(int64_t, rows->eos);
     int64_t *const computed = AT(int64_t, rows->num_computed), *const tokens = AT(int64_t, rows->num_tokens);
     int64_t *const recent = AT(int64_t, rows->recent) + rows->num_recent * rows->rows;
@@ -81,7 +82,7 @@ EXPORT int64_t hf_paged_advance(Rows *rows) {
     for (int64_t row = 0; row < count; row++, eos += columns) {
         computed[row]++;
         lens[row]++;
-        recent[row] = last[row];
+        recent[row] = last[row] = newest[row];
         int ends = ++tokens[row] >= most[row];
         for (int64_t column = 0; column < columns; column++) ends |= eos[column] == last[row];
         if (ends) ended[num_ended++] = row;
@@ -90,5 +91,6 @@ EXPORT int64_t hf_paged_advance(Rows *rows) {
         int64_t *const slots = AT(int64_t, AT(Group, rows->groups)[group].slots);
         for (int64_t row = 0; row < count; row++) slots[row]++;
     }
+    rows->num_recent++;
     return num_ended;
 }

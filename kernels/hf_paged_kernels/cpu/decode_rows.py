@@ -1,22 +1,22 @@
 """What a step of decoding changes in the rows of a batch, done in C: microseconds where numpy takes tens of them.
 
-Contract: a `DecodeRows` reads and writes numpy arrays that its owner keeps and that `bind` names; rows 0 to count - 1
-take part. `reserve` gives each row whose block is full the next of the blocks that its group may take; `advance` counts
-a token more in each row. Both hold Python's lock, so that no other thread sees half of it, and neither can be
-interrupted. There are none without the C library.
+Contract: a `DecodeRows` reads and writes numpy arrays that its owner keeps and that `bind` names; the first rows take
+part, as many as `set_count` was given. `reserve` gives each row whose block is full the next of the blocks that its
+group may take; `advance` counts a token more in each row. Both hold Python's lock, so that no other thread sees half of
+it, and neither can be interrupted. There are none without the C library.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import numpy as np
 
 from . import load
 
-MAX_GROUPS = 63  # bits of what `reserve` returns
+MAX_GROUPS = 63  # bits of `unserved`
 
 
 class _Fields(ctypes.Structure):
@@ -51,7 +51,7 @@ class GroupRows(_Fields):
 class _Rows(_Fields):
     _fields_ = _fields(
         "num_computed num_tokens last_token max_tokens keys seq_lens eos recent ended groups "
-        "num_groups rows eos_columns block_size count num_recent longest"
+        "num_groups rows eos_columns block_size count num_recent unserved"
     )
 
 
@@ -63,8 +63,8 @@ def _entries():
         return None
     locked = ctypes.PyDLL(library._name)
     reserve, advance = locked.hf_paged_reserve, locked.hf_paged_advance
-    reserve.argtypes = advance.argtypes = [ctypes.c_void_p]
-    reserve.restype, advance.restype = ctypes.c_uint64, ctypes.c_int64
+    reserve.argtypes, advance.argtypes = [ctypes.c_void_p], [ctypes.c_void_p] * 2
+    reserve.restype = advance.restype = ctypes.c_int64
     return reserve, advance
 
 
@@ -77,6 +77,10 @@ class DecodeRows:
 
     Attributes:
         groups: a GroupRows for each group; nothing may be taken until its `num_next` says so.
+        reserve: gives each row that takes part a block for its next token, and returns the largest length with that
+            token; -1 where `unserved` tells of groups.
+        advance: counts a token more in each row that takes part, notes it in `recent`, and returns how many rows
+            `ended` lists. Takes the address of the tokens, an int64 for each row.
     """
 
     @staticmethod
@@ -88,8 +92,10 @@ class DecodeRows:
         groups = (GroupRows * num_groups)()
         self.groups: Sequence[GroupRows] = list(groups)  # which keep the array alive
         self._rows = _Rows(groups=ctypes.addressof(groups), num_groups=num_groups, block_size=block_size)
-        self._address = ctypes.addressof(self._rows)
-        self._reserve, self._advance = _entries()
+        reserve, advance = _entries()
+        # Right after a forward each frame and each field of a struct costs microseconds: these are called without any.
+        self.reserve: Callable[[], int] = partial(reserve, ctypes.addressof(self._rows))
+        self.advance: Callable[[int], int] = partial(advance, ctypes.addressof(self._rows))
 
     def bind(self, **arrays: np.ndarray) -> None:
         """Say where the arrays are that belong to no group, again whenever one is replaced.
@@ -104,20 +110,15 @@ class DecodeRows:
         rows.point(**arrays)
         rows.rows, rows.eos_columns = arrays["eos"].shape
 
-    def reserve(self, count: int) -> tuple[int, int]:
-        """A block for the next token of each of the first `count` rows.
-
-        Returns:
-            A bit for each group that it could not be done for, which is as it was; and the largest length with that
-            token.
-        """
+    def set_count(self, count: int) -> None:
+        """Have the first `count` rows take part."""
         self._rows.count = count
-        return self._reserve(self._address), self._rows.longest
 
-    def advance(self, count: int, num_recent: int) -> int:
-        """A token more in each of the first `count` rows, noted in `recent[num_recent]`; how many rows `ended` lists.
+    @property
+    def unserved(self) -> int:
+        """A bit for each group that `reserve` could not serve, which is as it was."""
+        return self._rows.unserved
 
-        `last_token` holds the tokens.
-        """
-        self._rows.count, self._rows.num_recent = count, num_recent
-        return self._advance(self._address)
+    def begin_recent(self) -> None:
+        """Have the next step leave its tokens in the first row of `recent`."""
+        self._rows.num_recent = 0
