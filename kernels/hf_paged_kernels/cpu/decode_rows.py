@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-
-import numpy as np
+from typing import Any
 
 from . import load
 
@@ -20,14 +19,14 @@ MAX_GROUPS = 63  # bits of `unserved`
 
 
 class _Fields(ctypes.Structure):
-    def point(self, **arrays: np.ndarray) -> None:
-        """Set fields to where arrays begin, which are contiguous."""
+    def point(self, **arrays: Any) -> None:
+        """Set fields to where numpy arrays begin, which are contiguous."""
         for name, array in arrays.items():
-            assert array.flags.c_contiguous and array.dtype == _DTYPES.get(name, np.int64), name
+            assert array.flags.c_contiguous and array.dtype == _DTYPES.get(name, "int64"), name
             setattr(self, name, array.ctypes.data)
 
 
-_DTYPES = {"seq_lens": np.int32, "tables": np.int32, "next": np.int32, "dirty": np.bool_}
+_DTYPES = {"seq_lens": "int32", "tables": "int32", "next": "int32", "dirty": "bool"}
 
 
 def _fields(names: str) -> list[tuple[str, type]]:
@@ -97,7 +96,7 @@ class DecodeRows:
         self.reserve: Callable[[], int] = partial(reserve, ctypes.addressof(self._rows))
         self.advance: Callable[[int], int] = partial(advance, ctypes.addressof(self._rows))
 
-    def bind(self, **arrays: np.ndarray) -> None:
+    def bind(self, **arrays: Any) -> None:
         """Say where the arrays are that belong to no group, again whenever one is replaced.
 
         num_computed, num_tokens, last_token, max_tokens, keys  [rows] int64
