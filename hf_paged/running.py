@@ -10,6 +10,7 @@ comes as an argument), else in numpy. No torch in this file.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,6 +83,7 @@ class RunningBatch:
         self._ended, self._newest = np.zeros((2, max_num_seqs), dtype=np.int64)
         self._newest_address = self._newest.ctypes.data
         self.num_recent = self._recent_rows = 0
+        self._noting = False  # whether handing them out was begun
         self._with_eos = 0  # rows that an end-of-sequence token can end
         self._steps_left = 0  # for so many steps no decoding row reaches its length; 0 when that is not known
         self.native = None if decode_rows is None else decode_rows(num_groups, block_size)
@@ -179,22 +181,19 @@ class RunningBatch:
         steps, count = self.num_recent, self._recent_rows
         if not steps:
             return
-        # Rows behind these still compute their prompts: hence strict=False.
-        lengths = (self.num_tokens[:count] - self._num_prompt[:count]).tolist()
-        if steps == 1:
-            for output, length, token in zip(self.outputs, lengths, self._recent[0, :count].tolist(), strict=False):
-                if len(output) < length:
-                    output.append(token)
+        # Rows behind these still compute their prompts, and get nothing.
+        if steps == 1 and not self._noting:
+            tokens = self._recent[0, :count].tolist()
+            self._noting = True
+            deque(map(list.append, self.outputs, tokens), maxlen=0)  # in C: where somebody follows, in every step
         else:
+            self._noting = True
+            lengths = (self.num_tokens[:count] - self._num_prompt[:count]).tolist()
             latest = self._recent[:steps, :count].T.tolist()
             for output, length, tokens in zip(self.outputs, lengths, latest, strict=False):
                 output.extend(tokens[max(0, steps - (length - len(output))) :])
-        self._forget_recent()
-
-    def _forget_recent(self) -> None:
         self.num_recent = 0
-        if self.native is not None:
-            self.native.begin_recent()
+        self._noting = False
 
     def advance(self, rows: np.ndarray | None, count: int, tokens: Sequence[int]) -> list[int]:
         """Count one token more of decoding rows; return the rows that it ends.
@@ -219,9 +218,9 @@ class RunningBatch:
         if self.native is not None:
             if type(tokens) is list:
                 self._newest[:count] = tokens
-                num_ended = self.native.advance(self._newest_address)
+                num_ended = self.native.advance(self._newest_address, step)
             else:
-                num_ended = self.native.advance(tokens.data_ptr())
+                num_ended = self.native.advance(tokens.data_ptr(), step)
             self.num_recent = step + 1
             return self._ended[:num_ended].tolist() if num_ended else []
         rising, lens, last = self._rising[:, :count], self.seq_lens[:count], self.last_token[:count]
@@ -262,7 +261,6 @@ class RunningBatch:
     def clear(self) -> None:
         """Have no row in use."""
         self.note_tokens()
-        self._forget_recent()  # what was cut off may have been between the two counts of steps
         for request in self.requests:
             request.batch = None
         self.requests.clear()

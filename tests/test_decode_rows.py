@@ -1,5 +1,7 @@
 """Steps of decoding in C: the arrays say afterwards what numpy and the block manager would have made of them."""
 
+import collections
+
 import numpy as np
 import pytest
 from batcher_helpers import batcher, expected, greedy
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler_helpers import Simulation
 
 import hf_paged_kernels.cpu.decode_rows as decode_rows
+from hf_paged import running
 from hf_paged.block_manager import BlockManager
 from hf_paged.blocks_ahead import FEWEST
 from hf_paged.cache_group import CacheGroup
@@ -186,6 +189,28 @@ def test_handing_out_tokens_can_be_cut_off_and_begun_again():
         _ = run.requests[0].output_token_ids
     run.step()
     run.run()  # compares every token
+
+
+def test_handing_out_one_step_that_is_cut_off_at_its_end(monkeypatch):
+    """Every request has its token, and the batch does not know yet."""
+    run = steady()
+    _ = run.requests[0].output_token_ids
+    run.step()
+    batch = run.scheduler.batch
+    assert batch.num_recent == 1
+
+    def cut_off(*args, **kwargs):
+        collections.deque(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(running, "deque", cut_off)
+        _ = run.requests[0].output_token_ids
+    assert batch.num_recent == 1 and len(batch.outputs[0]) == batch.num_tokens[0] - 3
+    for _ in range(3):
+        run.step()
+        assert run.requests[1].num_tokens == batch.num_tokens[run.requests[1].row]
+    run.run()
 
 
 def test_counting_blocks_that_is_cut_off(monkeypatch):

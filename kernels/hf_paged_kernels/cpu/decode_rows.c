@@ -25,7 +25,7 @@ typedef struct {
     int64_t recent;                                                 /* int64 [.., rows] */
     int64_t ended;                                                  /* int64 [rows] */
     int64_t groups;                                                 /* Group [num_groups] */
-    int64_t num_groups, rows, eos_columns, block_size, count, num_recent, unserved;
+    int64_t num_groups, rows, eos_columns, block_size, count, unserved;
 } Rows;
 
 #define AT(type, field) ((type *)(intptr_t)(field))
@@ -69,14 +69,14 @@ EXPORT int64_t hf_paged_reserve(Rows *rows) {
     return rows->unserved ? -1 : longest;
 }
 
-/* One token more in every row; how many rows that ends, which `ended` lists. */
-EXPORT int64_t hf_paged_advance(Rows *rows, const int64_t *newest) {
+/* One token more in every row, noted in `recent[step]`; how many rows that ends, which `ended` lists. */
+EXPORT int64_t hf_paged_advance(Rows *rows, const int64_t *newest, int64_t step) {
     const int64_t count = rows->count, columns = rows->eos_columns;
     const int64_t *const most = AT(int64_t, rows->max_tokens);
     int64_t *const last = AT(int64_t, rows->last_token);
     const int64_t *eos = AT(int64_t, rows->eos);
     int64_t *const computed = AT(int64_t, rows->num_computed), *const tokens = AT(int64_t, rows->num_tokens);
-    int64_t *const recent = AT(int64_t, rows->recent) + rows->num_recent * rows->rows;
+    int64_t *const recent = AT(int64_t, rows->recent) + step * rows->rows;
     int64_t *const ended = AT(int64_t, rows->ended), num_ended = 0;
     int32_t *const lens = AT(int32_t, rows->seq_lens);
     for (int64_t row = 0; row < count; row++, eos += columns) {
@@ -91,6 +91,5 @@ EXPORT int64_t hf_paged_advance(Rows *rows, const int64_t *newest) {
         int64_t *const slots = AT(int64_t, AT(Group, rows->groups)[group].slots);
         for (int64_t row = 0; row < count; row++) slots[row]++;
     }
-    rows->num_recent++;
     return num_ended;
 }

@@ -50,7 +50,7 @@ class GroupRows(_Fields):
 class _Rows(_Fields):
     _fields_ = _fields(
         "num_computed num_tokens last_token max_tokens keys seq_lens eos recent ended groups "
-        "num_groups rows eos_columns block_size count num_recent unserved"
+        "num_groups rows eos_columns block_size count unserved"
     )
 
 
@@ -62,7 +62,7 @@ def _entries():
         return None
     locked = ctypes.PyDLL(library._name)
     reserve, advance = locked.hf_paged_reserve, locked.hf_paged_advance
-    reserve.argtypes, advance.argtypes = [ctypes.c_void_p], [ctypes.c_void_p] * 2
+    reserve.argtypes, advance.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     reserve.restype = advance.restype = ctypes.c_int64
     return reserve, advance
 
@@ -78,8 +78,8 @@ class DecodeRows:
         groups: a GroupRows for each group; nothing may be taken until its `num_next` says so.
         reserve: gives each row that takes part a block for its next token, and returns the largest length with that
             token; -1 where `unserved` tells of groups.
-        advance: counts a token more in each row that takes part, notes it in `recent`, and returns how many rows
-            `ended` lists. Takes the address of the tokens, an int64 for each row.
+        advance: counts a token more in each row that takes part, and returns how many rows `ended` lists. Takes the
+            address of the tokens, an int64 for each row, and the row of `recent` that notes them.
     """
 
     @staticmethod
@@ -94,7 +94,7 @@ class DecodeRows:
         reserve, advance = _entries()
         # Right after a forward each frame and each field of a struct costs microseconds: these are called without any.
         self.reserve: Callable[[], int] = partial(reserve, ctypes.addressof(self._rows))
-        self.advance: Callable[[int], int] = partial(advance, ctypes.addressof(self._rows))
+        self.advance: Callable[[int, int], int] = partial(advance, ctypes.addressof(self._rows))
 
     def bind(self, **arrays: Any) -> None:
         """Say where the arrays are that belong to no group, again whenever one is replaced.
@@ -117,7 +117,3 @@ class DecodeRows:
     def unserved(self) -> int:
         """A bit for each group that `reserve` could not serve, which is as it was."""
         return self._rows.unserved
-
-    def begin_recent(self) -> None:
-        """Have the next step leave its tokens in the first row of `recent`."""
-        self._rows.num_recent = 0
