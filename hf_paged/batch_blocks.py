@@ -42,18 +42,16 @@ class BatchBlocks:
     def extend_all(self) -> bool:
         """Give every decoding row that needs one the block of its next token; False where there are too few.
 
+        Where rows take blocks in C, that was tried just before, and only what it left is done here.
         Groups that were served before one that could not be keep what they got; it is used the next time.
         """
-        batch = self.batch
-        unserved = batch.reserve()
-        if unserved:
-            count = batch.num_decode
-            for index, group in enumerate(self.groups):
-                if unserved >> index & 1:
-                    short = (batch.num_computed[:count] >= batch.covered[index][:count]).nonzero()[0]
-                    if len(short) and not self._extend(index, short.tolist()):
-                        return False
-                    group.offer(len(short))
+        batch, count, unserved = self.batch, self.batch.num_decode, self.batch.unserved
+        for index, group in enumerate(self.groups):
+            if unserved >> index & 1:
+                short = (batch.num_computed[:count] >= batch.covered[index][:count]).nonzero()[0]
+                if len(short) and not self._extend(index, short.tolist()):
+                    return False
+                group.offer(len(short))
         return True
 
     def extend(self, request: Request) -> bool:

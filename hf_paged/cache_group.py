@@ -40,8 +40,7 @@ class CacheGroup:
     @property
     def manager(self) -> BlockManager:
         """What hands out the blocks. Ask for it anew each time: no row takes a block by itself until the next step."""
-        if self.ahead is not None and self.ahead.is_open:
-            self.ahead.settle(self._manager)
+        self.settle()
         return self._manager
 
     def settle(self) -> None:

@@ -167,14 +167,10 @@ class RunningBatch:
         if column < table.shape[1]:  # else there is no block yet
             self.slots[group][row] = int(table[row, column]) * self.block_size + offset
 
-    def reserve(self) -> int:
-        """Give decoding rows that need one the block of their next token, as far as blocks may be taken in C.
-
-        Returns a bit for each group in which some row has none afterwards; all bits where there is no C library.
-        """
-        if self.native is None:
-            return -1
-        return self.native.unserved if self.native.reserve() < 0 else 0
+    @property
+    def unserved(self) -> int:
+        """A bit for each group in which some row has no block yet, after `native.reserve`; all bits without C."""
+        return -1 if self.native is None else self.native.unserved
 
     def note_tokens(self) -> None:
         """Add to the outputs of the requests what the latest steps sampled; it can be cut off and begun again."""

@@ -1,6 +1,7 @@
 """Steps of decoding in C: the arrays say afterwards what numpy and the block manager would have made of them."""
 
 import collections
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -213,21 +214,27 @@ def test_handing_out_one_step_that_is_cut_off_at_its_end(monkeypatch):
     run.run()
 
 
-def test_counting_blocks_that_is_cut_off(monkeypatch):
-    """As the engine recovers: everything is computed again from blocks that are all free."""
-    run = steady()
-    for _ in range(9):
-        run.step()
+@contextmanager
+def counting_is_cut_off(monkeypatch):
+    """Ctrl-C comes when a manager has counted the first of the blocks that rows took."""
     own = BlockManager.append_blocks
 
     def append_blocks(self, request_ids):
         own(self, request_ids[:1])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(BlockManager, "append_blocks", append_blocks)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(BlockManager, "append_blocks", append_blocks)
+        yield
+
+
+def test_counting_blocks_that_is_cut_off(monkeypatch):
+    """As the engine recovers: everything is computed again from blocks that are all free."""
+    run = steady()
+    for _ in range(9):
+        run.step()
+    with counting_is_cut_off(monkeypatch):
         _ = run.groups[0].manager
-    monkeypatch.setattr(BlockManager, "append_blocks", own)
     run.scheduler.recover(run.requests)
     run.stored.clear()
     assert run.groups[0].manager.used_blocks == 0
@@ -316,16 +323,8 @@ def test_ctrl_c_while_a_prefix_is_dropped(monkeypatch):
         ids = [one.add_request(prompt, generation_config=greedy(60)) for prompt in prompts]
         for _ in range(30):
             one.step()
-        own = BlockManager.append_blocks
-
-        def append_blocks(self, request_ids):
-            own(self, request_ids[:1])
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(BlockManager, "append_blocks", append_blocks)
-        with pytest.raises(KeyboardInterrupt):
+        with counting_is_cut_off(monkeypatch):
             one.invalidate_prefix(block_id=150)
-        monkeypatch.setattr(BlockManager, "append_blocks", own)
         one.check_integrity()
         for prompt, request in zip(prompts, ids, strict=True):
             assert list(one.result(request).output_token_ids) == expected("llama_gqa", prompt, 60)
